@@ -1,0 +1,1 @@
+"""Gates: they read records and never run kernels."""

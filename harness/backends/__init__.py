@@ -1,0 +1,1 @@
+"""The optimized attention backends; each is handed its provider."""

@@ -1,0 +1,147 @@
+"""What each kernel accepts, as data, and the one function that reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.case import Case, Dtype, Family, KVDtype, Mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capability:
+    """The limits of one kernel family.
+
+    Args:
+        name: the kernel's name in test ids and reports.
+        families: attention families it serves.
+        head_dims: accepted query/key head sizes (MHA), empty for any.
+        page_sizes: accepted KV page sizes in tokens, empty for any.
+        dtypes: accepted query dtypes.
+        kv_dtypes: accepted KV cache dtypes.
+        max_group_size: most query heads a KV head.
+        max_q_len: most query tokens a request in a decode call.
+        window: whether a sliding window is served.
+        sinks: whether attention sinks are served.
+        needs_packed_mask: whether q_len > 1 needs an explicit packed causal mask (XQA does).
+        casts_query_to_kv_dtype: whether an FP8 cache wants an FP8 query (trtllm-gen) or
+            refuses one (XQA).
+        block_table_multiple: block-table widths must be a multiple of
+            ``block_table_multiple / page_size`` (trtllm-gen MLA: 128); 1 for no rule.
+        source: where the limits come from.
+    """
+
+    name: str
+    families: frozenset[Family]
+    head_dims: frozenset[int] = frozenset()
+    page_sizes: frozenset[int] = frozenset()
+    dtypes: frozenset[Dtype]
+    kv_dtypes: frozenset[KVDtype]
+    max_group_size: int = 64
+    max_q_len: int = 16
+    window: bool = True
+    sinks: bool = True
+    needs_packed_mask: bool = False
+    casts_query_to_kv_dtype: bool = False
+    block_table_multiple: int = 1
+    source: str
+
+
+ANY_DTYPE = frozenset(Dtype)
+HALF = frozenset({Dtype.BF16, Dtype.FP16})
+HALF_KV = frozenset({KVDtype.AUTO, KVDtype.FP8})
+
+REFERENCE = Capability(
+    name="reference",
+    families=frozenset(Family),
+    dtypes=ANY_DTYPE,
+    kv_dtypes=frozenset(KVDtype),
+    source="harness/providers/torch_paged.py accepts whatever the math allows",
+)
+XQA = Capability(
+    name="xqa",
+    families=frozenset({Family.MHA}),
+    head_dims=frozenset({64, 128, 256}),
+    page_sizes=frozenset({16, 32, 64, 128}),
+    dtypes=HALF,
+    kv_dtypes=HALF_KV,
+    needs_packed_mask=True,
+    source="flashinfer 0.6.12, flashinfer/xqa.py",
+)
+TRTLLM_GEN_MHA = Capability(
+    name="trtllm_gen",
+    families=frozenset({Family.MHA}),
+    head_dims=frozenset({64, 128, 256}),
+    page_sizes=frozenset({16, 32, 64}),
+    dtypes=HALF,
+    kv_dtypes=HALF_KV,
+    casts_query_to_kv_dtype=True,
+    source="flashinfer 0.6.12, flashinfer/decode.py trtllm_batch_decode_with_kv_cache",
+)
+TRTLLM_GEN_MLA = Capability(
+    name="trtllm_gen",
+    families=frozenset({Family.MLA}),
+    page_sizes=frozenset({32, 64}),
+    dtypes=HALF,
+    kv_dtypes=HALF_KV,
+    window=False,
+    sinks=False,
+    max_group_size=128,
+    casts_query_to_kv_dtype=True,
+    block_table_multiple=128,
+    source="flashinfer 0.6.12, flashinfer/mla.py trtllm_batch_decode_with_kv_cache_mla",
+)
+FLASH_MLA = Capability(
+    name="flash_mla",
+    families=frozenset({Family.MLA}),
+    page_sizes=frozenset({64}),
+    dtypes=HALF,
+    kv_dtypes=frozenset({KVDtype.AUTO}),
+    window=False,
+    sinks=False,
+    max_group_size=128,
+    source="sglang-kernel 0.4.4, sgl_kernel/flash_mla.py",
+)
+
+CAPABILITIES = {
+    (family, capability.name): capability
+    for capability in (REFERENCE, XQA, TRTLLM_GEN_MHA, TRTLLM_GEN_MLA, FLASH_MLA)
+    for family in capability.families
+}
+
+
+def refusal(case: Case, capability: Capability) -> str | None:
+    """Why this kernel cannot serve this case, in one phrase, or None if it can."""
+    q_len = 1 if case.mode in (Mode.EXTEND, Mode.DRAFT_EXTEND) else max(case.q_lens, default=0)
+    checks: tuple[tuple[bool, str, object, object], ...] = (
+        (case.family in capability.families, "family", case.family, capability.families),
+        (
+            case.family is Family.MLA
+            or not capability.head_dims
+            or case.head_dim in capability.head_dims,
+            "head_dim",
+            case.head_dim,
+            capability.head_dims,
+        ),
+        (
+            not capability.page_sizes or case.page_size in capability.page_sizes,
+            "page_size",
+            case.page_size,
+            capability.page_sizes,
+        ),
+        (case.dtype in capability.dtypes, "dtype", case.dtype, capability.dtypes),
+        (case.kv_dtype in capability.kv_dtypes, "kv_dtype", case.kv_dtype, capability.kv_dtypes),
+        (
+            case.group_size <= capability.max_group_size,
+            "group_size",
+            case.group_size,
+            f"<= {capability.max_group_size}",
+        ),
+        (q_len <= capability.max_q_len, "q_len", q_len, f"<= {capability.max_q_len}"),
+        (case.window_left < 0 or capability.window, "window_left", case.window_left, "-1"),
+        (not case.sinks or capability.sinks, "sinks", case.sinks, "False"),
+    )
+    for accepted, field, value, allowed in checks:
+        if not accepted:
+            shown = sorted(map(str, allowed)) if isinstance(allowed, frozenset) else allowed
+            return f"{capability.name} refuses {field} {value}: accepts {shown}"
+    return None

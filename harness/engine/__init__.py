@@ -1,0 +1,1 @@
+"""A small speculative engine; it meets backends only through the interface."""

@@ -1,0 +1,1 @@
+"""Target and draft models, read from checkpoints in Hugging Face layout."""

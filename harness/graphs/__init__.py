@@ -1,0 +1,1 @@
+"""Capture and replay, through the backend interface only."""

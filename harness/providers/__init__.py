@@ -1,0 +1,1 @@
+"""Kernels: tensors in, tensors out; no batch, no pool."""

@@ -1,0 +1,1 @@
+"""SGLang's vocabulary, defined in one place."""

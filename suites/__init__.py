@@ -1,0 +1,1 @@
+"""Claims: each file is one sentence that must hold."""
