@@ -1,0 +1,23 @@
+"""What the engine, the graph runners and the suites expect of a model."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from harness.upstream.batch import ForwardBatch, LogitsProcessorOutput
+
+
+class Model(Protocol):
+    """A decoder whose attention is served by ``batch.attn_backend``."""
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch
+    ) -> LogitsProcessorOutput:
+        """Logits [T, vocab] float32 and hidden states [T, hidden] of every query token.
+
+        A draft model also reads ``batch.spec_info.hidden_states`` [T, hidden], the hidden state of
+        the token before each query token.
+        """
+        ...
