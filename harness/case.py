@@ -139,6 +139,9 @@ class Case:
         if max(self.prefix_lens, default=0) > self.max_context_len:
             accepted = f"<= max_context_len = {self.max_context_len} each"
             raise UsageError(f"case {self.id}: {rejected('prefix_lens', self.prefix_lens, accepted)}")
+        if max(self.total_lens, default=0) > self.max_total_len:
+            accepted = f"prefix + new <= {self.max_total_len}, context and one round of draft tokens"
+            raise UsageError(f"case {self.id}: {rejected('total_lens', self.total_lens, accepted)}")
         if self.num_q_heads % self.num_kv_heads:
             accepted = f"a multiple of num_kv_heads = {self.num_kv_heads}"
             raise UsageError(f"case {self.id}: {rejected('num_q_heads', self.num_q_heads, accepted)}")
