@@ -1,0 +1,274 @@
+"""A world on a device: pools with the history in place and poison everywhere else, and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from harness.case import Case, Family, KVDtype, Mode
+from harness.dense import dense_rows
+from harness.inputs import Requests, World
+from harness.upstream.batch import (
+    EagleDraftExtendInput,
+    EagleDraftInput,
+    EagleVerifyInput,
+    ForwardBatch,
+    ForwardMode,
+    SpecInput,
+)
+from harness.upstream.pools import (
+    PADDING_SLOT,
+    KVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    ReqToTokenPool,
+    SWAKVPool,
+)
+
+FORWARD_MODES = {
+    Mode.EXTEND: ForwardMode.EXTEND,
+    Mode.DECODE: ForwardMode.DECODE,
+    Mode.MULTI_STEP_DRAFT: ForwardMode.DECODE,
+    Mode.TARGET_VERIFY: ForwardMode.TARGET_VERIFY,
+    Mode.DRAFT_EXTEND: ForwardMode.DRAFT_EXTEND,
+    Mode.DRAFT_EXTEND_V2: ForwardMode.DRAFT_EXTEND_V2,
+    Mode.IDLE: ForwardMode.IDLE,
+}
+
+# Slots nobody owns hold NaN: whoever reads one shows it. The padding page is finite, because padded
+# rows do read it, and large, because real rows must not.
+PADDING_VALUE = 100.0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A world's pools on one device."""
+
+    world: World
+    req_to_token_pool: ReqToTokenPool
+    token_to_kv_pool: KVPool
+    device: torch.device
+
+    @property
+    def case(self) -> Case:
+        """The case under test; other batches of the world are its company."""
+        return self.world.batches[0].case
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Every cache buffer by name, [slots, …]."""
+        pool = self.token_to_kv_pool
+        if isinstance(pool, MLATokenToKVPool):
+            return {f"kv{i}": buffer for i, buffer in enumerate(pool.kv_buffer)}
+        parts = {"": pool} if isinstance(pool, MHATokenToKVPool) else _swa_parts(pool)
+        return {
+            f"{prefix}{name}{i}": buffer
+            for prefix, part in parts.items()
+            for name, buffers in (("k", part.k_buffer), ("v", part.v_buffer))
+            for i, buffer in enumerate(buffers)
+        }
+
+
+def _swa_parts(pool: SWAKVPool) -> dict[str, MHATokenToKVPool]:
+    return {"full.": pool.full_pool, "swa.": pool.swa_pool}
+
+
+def set_stage(world: World, device: torch.device | str = "cpu") -> Stage:
+    """Allocate the pools, poison them, and write the request table and the history."""
+    device = torch.device(device)
+    case = world.batches[0].case
+    table = ReqToTokenPool(world.req_pool_size, case.max_total_len + case.page_size, device)
+    stale = torch.tensor(world.stale_slots, dtype=torch.int32, device=device)
+    table.req_to_token.copy_(
+        stale[torch.arange(table.req_to_token.numel(), device=device) % len(stale)].view_as(
+            table.req_to_token
+        )
+    )
+    stage = Stage(world, table, _kv_pool(world, device), device)
+    for buffer in stage.buffers().values():
+        buffer.copy_(torch.full((), torch.nan).to(buffer.dtype))
+        buffer[: case.page_size] = torch.full((), PADDING_VALUE).to(buffer.dtype)
+    for requests in world.batches:
+        _write(stage, requests)
+    return stage
+
+
+def _kv_pool(world: World, device: torch.device) -> KVPool:
+    case = world.batches[0].case
+    auto = case.kv_dtype is KVDtype.AUTO
+    dtype = getattr(torch, case.dtype if auto else case.kv_dtype)
+    common = {"page_size": case.page_size, "dtype": dtype, "device": device}
+    if case.family is Family.MLA:
+        return MLATokenToKVPool(
+            num_pages=world.num_pages,
+            num_layers=case.num_layers,
+            kv_lora_rank=case.kv_lora_rank,
+            qk_rope_head_dim=case.qk_rope_head_dim,
+            **common,
+        )
+
+    def pool(num_pages: int, num_layers: int) -> MHATokenToKVPool:
+        return MHATokenToKVPool(
+            num_pages=num_pages,
+            num_layers=num_layers,
+            num_kv_heads=case.num_kv_heads,
+            head_dim=case.head_dim,
+            **common,
+        )
+
+    if world.swa_page_of is None:
+        return pool(world.num_pages, case.num_layers)
+    swa_layers = frozenset(range(1, case.num_layers, 2))
+    hybrid = SWAKVPool(
+        full_pool=pool(world.num_pages, case.num_layers - len(swa_layers)),
+        swa_pool=pool(world.num_swa_pages, len(swa_layers)),
+        swa_layer_ids=swa_layers,
+        num_layers=case.num_layers,
+    )
+    pages = torch.tensor(world.swa_page_of, device=device)
+    offsets = torch.arange(case.page_size, device=device)
+    slots = torch.where(pages[:, None] > 0, pages[:, None] * case.page_size + offsets, PADDING_SLOT)
+    hybrid.full_to_swa_index_mapping.copy_(slots.flatten())
+    return hybrid
+
+
+def _write(stage: Stage, requests: Requests) -> None:
+    """Point the table at every slot of a request and put its history there."""
+    case = requests.case
+    for i, row in enumerate(requests.req_pool_indices):
+        slots = requests.slots(i, 0, case.total_lens[i])
+        table = stage.req_to_token_pool.req_to_token
+        table[row, : len(slots)] = torch.tensor(slots, dtype=torch.int32, device=stage.device)
+        write_kv(stage, requests, i, requests.history[i], start=0)
+
+
+def write_kv(
+    stage: Stage, requests: Requests, request: int, tokens: torch.Tensor, start: int
+) -> None:
+    """Put keys and values of tokens [n] at positions start … into the cache of a request."""
+    case = requests.case
+    positions = torch.arange(start, start + len(tokens))
+    rows = dense_rows(stage.world.weights, case, tokens, positions)
+    slots = torch.tensor(requests.slots(request, start, start + len(tokens)), dtype=torch.int64)
+    pool = stage.token_to_kv_pool
+    for layer in range(case.num_layers):
+        k, v = rows.k[layer], rows.v[layer]
+        if isinstance(pool, MLATokenToKVPool):
+            _store(pool.kv_buffer[layer], slots, k.flatten(1), case.k_scale)
+            continue
+        part, index, where = _place(pool, layer, slots)
+        _store(part.k_buffer[index], where, k, case.k_scale)
+        _store(part.v_buffer[index], where, v, case.v_scale)
+
+
+def _place(
+    pool: MHATokenToKVPool | SWAKVPool, layer: int, slots: torch.Tensor
+) -> tuple[MHATokenToKVPool, int, torch.Tensor]:
+    if isinstance(pool, MHATokenToKVPool):
+        return pool, layer, slots
+    if layer % 2 == 0:
+        return pool.full_pool, layer // 2, slots
+    return pool.swa_pool, layer // 2, pool.full_to_swa_index_mapping.cpu()[slots]
+
+
+def _store(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, scale: float) -> None:
+    mapped = slots != PADDING_SLOT
+    slots, rows = slots[mapped], rows[mapped]
+    if buffer.element_size() == 1:
+        limit = torch.finfo(buffer.dtype).max
+        rows = (rows / scale).clamp(-limit, limit)
+    buffer[slots.to(buffer.device)] = rows.to(buffer.dtype).to(buffer.device)
+
+
+def make_batch(stage: Stage, requests: Requests, *, host_lengths: bool = False) -> ForwardBatch:
+    """The batch a worker would hand the backend for these requests; host mirrors only if asked."""
+    case, device = requests.case, stage.device
+    advanced = case.mode not in (Mode.TARGET_VERIFY, Mode.MULTI_STEP_DRAFT)
+    seq_lens = torch.tensor(case.total_lens if advanced else case.prefix_lens, dtype=torch.int64)
+    ranges = [torch.arange(s, e) for s, e in zip(case.prefix_lens, case.total_lens, strict=True)]
+    new_slots = requests.new_slots
+    if case.mode is Mode.MULTI_STEP_DRAFT:
+        new_slots = [list(step) for step in zip(*new_slots, strict=True)]
+    ragged = case.mode in (Mode.EXTEND, Mode.DRAFT_EXTEND)
+    return ForwardBatch(
+        forward_mode=FORWARD_MODES[case.mode],
+        batch_size=case.bs,
+        input_ids=_cat(requests.new_tokens, device),
+        positions=_cat(ranges, device),
+        req_pool_indices=torch.tensor(requests.req_pool_indices, dtype=torch.int64, device=device),
+        seq_lens=seq_lens.to(device),
+        out_cache_loc=_cat([torch.tensor(own, dtype=torch.int64) for own in new_slots], device),
+        req_to_token_pool=stage.req_to_token_pool,
+        token_to_kv_pool=stage.token_to_kv_pool,
+        seq_lens_cpu=seq_lens if host_lengths else None,
+        seq_lens_sum=int(seq_lens.sum()) if host_lengths else None,
+        extend_seq_lens=torch.tensor(case.q_lens, dtype=torch.int32, device=device) if ragged else None,
+        extend_seq_lens_cpu=list(case.q_lens) if ragged else None,
+        spec_info=_spec_info(stage, requests),
+    )
+
+
+def _cat(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    return torch.cat([torch.empty(0, dtype=torch.int64), *parts]).to(device)
+
+
+def _spec_info(stage: Stage, requests: Requests) -> SpecInput | None:
+    case, device = requests.case, stage.device
+    hidden = None
+    if requests.hidden_in is not None:
+        hidden = requests.hidden_in.to(device=device, dtype=getattr(torch, case.dtype))
+    match case.mode:
+        case Mode.MULTI_STEP_DRAFT:
+            first = torch.stack([tokens[0] for tokens in requests.new_tokens])[:, None].to(device)
+            return EagleDraftInput(first, torch.ones_like(first, dtype=torch.float32), hidden, case.num_steps)
+        case Mode.TARGET_VERIFY:
+            return EagleVerifyInput(_cat(requests.new_tokens, device), case.num_draft_tokens)
+        case Mode.DRAFT_EXTEND | Mode.DRAFT_EXTEND_V2:
+            v2 = case.mode is Mode.DRAFT_EXTEND_V2
+            return EagleDraftExtendInput(
+                hidden_states=hidden,
+                num_accept_tokens=torch.tensor(case.accept_lens, dtype=torch.int32, device=device),
+                num_accept_tokens_cpu=None if v2 else list(case.accept_lens),
+                num_tokens_per_req=case.num_draft_tokens if v2 else 0,
+            )
+        case _:
+            return None
+
+
+def pad_batch(batch: ForwardBatch, rows: int, width: int) -> ForwardBatch:
+    """The batch after DP padding: ``rows`` query tokens behind the planned ones.
+
+    Args:
+        batch: a planned batch.
+        rows: query tokens to add; not necessarily a multiple of ``width``.
+        width: query tokens a request in one forward.
+    """
+    requests = -(-rows // width)
+    spec, cache_loc = batch.spec_info, _longer(batch.out_cache_loc, rows)
+    if isinstance(spec, EagleDraftExtendInput) and spec.hidden_states is not None:
+        spec = replace(spec, hidden_states=_longer(spec.hidden_states, rows))
+    if isinstance(spec, EagleVerifyInput):
+        spec = replace(spec, draft_token=_longer(spec.draft_token, rows))
+    if isinstance(spec, EagleDraftInput):
+        steps = batch.out_cache_loc.view(-1, batch.batch_size)
+        cache_loc = torch.cat((steps, steps.new_zeros(len(steps), rows)), 1).flatten()
+        spec = replace(
+            spec,
+            topk_index=_longer(spec.topk_index, rows),
+            topk_p=_longer(spec.topk_p, rows),
+            hidden_states=None if spec.hidden_states is None else _longer(spec.hidden_states, rows),
+        )
+    return batch.with_changes(
+        batch_size=batch.batch_size + requests,
+        input_ids=_longer(batch.input_ids, rows),
+        positions=_longer(batch.positions, rows),
+        out_cache_loc=cache_loc,
+        req_pool_indices=_longer(batch.req_pool_indices, requests),
+        seq_lens=_longer(batch.seq_lens, requests),
+        spec_info=spec,
+    )
+
+
+def _longer(x: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.cat((x, x.new_zeros(count, *x.shape[1:])))
