@@ -1,0 +1,178 @@
+"""What the oracle expects of a case, and what a plain dense implementation would have made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from harness.case import Case, KVDtype, Mode
+from harness.dense import DenseRows, dense_rows
+from harness.inputs import Requests, World
+from harness.oracle import attend, low_precision_attend, quantize_dequantize
+
+Attend = Callable[[DenseRows, Case, int, int, torch.Tensor | None, float], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """T query tokens, request after request; a multi-step draft has num_steps - 1 a request.
+
+    Args:
+        hidden_states: [T, hidden].
+        logits: [T, V].
+    """
+
+    hidden_states: torch.Tensor
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Both answers, and the cache rows of the new tokens.
+
+    Args:
+        oracle: float64.
+        reference: the same at the case's dtype; its error is the measure of the budget.
+        keys: [L, T, kv heads, qk dim] float64, what the cache must hold after dequantisation.
+        values: [L, T, kv heads, value dim] float64.
+    """
+
+    oracle: Answer
+    reference: Answer
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+def expect(
+    world: World,
+    requests: Requests,
+    *,
+    fed_tokens: torch.Tensor | None = None,
+    casts_query: bool = False,
+) -> Expected:
+    """Judge a case from its dense problem alone.
+
+    Args:
+        world: weights and requests.
+        requests: the batch to judge.
+        fed_tokens: [bs, num_steps - 1] int64, what a multi-step draft really fed itself, so that
+            one near-tie does not change everything after it; its choices are judged apart.
+        casts_query: whether the kernel is specified to take an FP8 query over an FP8 cache.
+    """
+    case = requests.case
+    problems = [
+        _problem(world, requests, i, fed_tokens, casts_query) for i in range(case.bs)
+    ]
+    dtype = getattr(torch, case.dtype)
+    oracle = _answer(world, requests, problems, _exact, torch.float64)
+    reference = _answer(world, requests, problems, _plain, dtype)
+    new = [_tail(rows, n) for rows, n in zip(problems, case.q_lens, strict=True)]
+    empty = [_tail(_problem_of_nothing(world, case), 0)]
+    return Expected(
+        oracle=oracle,
+        reference=reference,
+        keys=torch.cat([k for k, _ in new or empty], 1),
+        values=torch.cat([v for _, v in new or empty], 1),
+    )
+
+
+def _problem_of_nothing(world: World, case: Case) -> DenseRows:
+    nothing = torch.empty(0, dtype=torch.int64)
+    return dense_rows(world.weights, case, nothing, nothing)
+
+
+def _problem(
+    world: World,
+    requests: Requests,
+    i: int,
+    fed_tokens: torch.Tensor | None,
+    casts_query: bool,
+) -> DenseRows:
+    case = requests.case
+    new = requests.new_tokens[i] if fed_tokens is None else fed_tokens[i].cpu()
+    tokens = torch.cat((requests.history[i], new))
+    rows = dense_rows(world.weights, case, tokens, torch.arange(len(tokens)))
+    if case.kv_dtype is not KVDtype.FP8:
+        return rows
+    return DenseRows(
+        q=quantize_dequantize(rows.q, 1.0) if casts_query else rows.q,
+        k=quantize_dequantize(rows.k, case.k_scale),
+        v=quantize_dequantize(rows.v, case.v_scale),
+    )
+
+
+def _tail(rows: DenseRows, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    start = rows.k.shape[1] - n
+    return rows.k[:, start:], rows.v[:, start:]
+
+
+def _exact(
+    rows: DenseRows, case: Case, layer: int, n: int, sinks: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    return attend(
+        rows.q[layer][-n:],
+        rows.k[layer],
+        rows.v[layer],
+        prefix_len=rows.k.shape[1] - n,
+        scale=scale,
+        window_left=_window(case, layer),
+        sinks=sinks,
+    )
+
+
+def _plain(
+    rows: DenseRows, case: Case, layer: int, n: int, sinks: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    return low_precision_attend(
+        rows.q[layer][-n:],
+        rows.k[layer],
+        rows.v[layer],
+        prefix_len=rows.k.shape[1] - n,
+        scale=scale,
+        window_left=_window(case, layer),
+        sinks=sinks,
+        dtype=getattr(torch, case.dtype),
+    )
+
+
+def _window(case: Case, layer: int) -> int:
+    """Layers alternate: full, windowed, full, …"""
+    return case.window_left if layer % 2 else -1
+
+
+def _answer(
+    world: World,
+    requests: Requests,
+    problems: list[DenseRows],
+    attention: Attend,
+    dtype: torch.dtype,
+) -> Answer:
+    case, weights = requests.case, world.weights
+    hidden = [torch.empty(0, weights.hidden_size, dtype=dtype)]
+    for rows, n in zip(problems, case.q_lens, strict=True):
+        outputs = []
+        for layer in range(case.num_layers):
+            sinks = None if weights.sinks is None else weights.sinks[layer]
+            outputs.append(attention(rows, case, layer, n, sinks, weights.scaling).flatten(1))
+        hidden.append(torch.cat(outputs, -1))
+    states = _with_incoming(torch.cat(hidden), requests, dtype)
+    head = weights.lm_head.double() if dtype == torch.float64 else weights.lm_head
+    return Answer(hidden_states=states, logits=states.to(head.dtype) @ head)
+
+
+def _with_incoming(
+    attended: torch.Tensor, requests: Requests, dtype: torch.dtype
+) -> torch.Tensor:
+    """Add half the hidden state before each query token; a multi-step draft feeds its own on."""
+    if requests.hidden_in is None:
+        return attended
+    incoming = requests.hidden_in.to(dtype)
+    if requests.case.mode is not Mode.MULTI_STEP_DRAFT:
+        return attended + incoming * 0.5
+    chained = []
+    for step in attended.unflatten(0, (requests.case.bs, -1)).unbind(1):
+        incoming = step + incoming * 0.5
+        chained.append(incoming)
+    return torch.stack(chained, 1).flatten(0, 1)
