@@ -93,6 +93,7 @@ class Record:
         seconds: wall time.
         environment: the machine.
         reproduce: the command that runs this trial alone.
+        planned: trials of the run it belongs to, itself among them; 0 where nobody counted.
     """
 
     case: str
@@ -109,6 +110,7 @@ class Record:
     seconds: float = 0.0
     environment: Environment
     reproduce: str = ""
+    planned: int = 0
 
     @property
     def worst(self) -> float:

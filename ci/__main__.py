@@ -1,0 +1,96 @@
+"""``python3 -m ci LANE [-- ARGS]``: run one lane in environments of its own.
+
+Needs Python alone. The first call makes a private environment with tox in ``.tox/tools``; tox
+makes the lane's environment and hands ARGS to its command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TOOLS = ROOT / ".tox" / "tools"
+CONSTRAINTS = ROOT / "ci" / "constraints.txt"
+
+
+def lanes() -> dict[str, str]:
+    """Every lane and its description, in the order of ``lanes.toml``."""
+    import tomllib  # new in 3.11: imported here, so that an older Python reaches the clear refusal
+
+    with (ROOT / "ci" / "lanes.toml").open("rb") as file:
+        return {name: str(description) for name, description in tomllib.load(file).items()}
+
+
+def menu() -> str:
+    """The lanes, one a line."""
+    known = lanes()
+    width = max(map(len, known))
+    return "\n".join(f"  {name:<{width}}  {description}" for name, description in known.items())
+
+
+def tool_environment() -> Path:
+    """The Python of an environment that has the pinned tox, made when missing or outdated.
+
+    The stamp is written last, so an interrupted installation is made anew.
+    """
+    python = TOOLS / "bin" / "python"
+    stamp = TOOLS / "stamp"
+    wanted = f"{sys.executable} {sys.version}\n{CONSTRAINTS.read_text(encoding='utf-8')}"
+    if not stamp.is_file() or stamp.read_text(encoding="utf-8") != wanted:
+        print("ci: making the tool environment in .tox/tools", flush=True)
+        shutil.rmtree(TOOLS, ignore_errors=True)
+        venv.create(TOOLS, with_pip=True)
+        pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        subprocess.run([*pip, "--constraint", str(CONSTRAINTS), "tox"], check=True)
+        stamp.write_text(wanted, encoding="utf-8")
+    return python
+
+
+def run_lane(lane: str, args: list[str]) -> int:
+    """Exit code of the lane's command.
+
+    Quiet tox, so that the lane's own summary is the last thing printed.
+    """
+    try:
+        python = tool_environment()
+    except subprocess.CalledProcessError as error:
+        print(f"ci: no tool environment: {error.cmd} ended with {error.returncode}", file=sys.stderr)
+        return 1
+    print(f"ci: lane {lane} (its environment is made on the first run)", flush=True)
+    tox = [str(python), "-m", "tox", "run", "-qq", "--root", str(ROOT), "-e", lane]
+    return subprocess.run([*tox, "--", *args], cwd=ROOT, check=False).returncode
+
+
+def main(argv: list[str]) -> int:
+    """Exit code: the lane's, or 2 for a lane that does not exist.
+
+    Args:
+        argv: the lane and, behind ``--``, what its command gets.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python3 -m ci",
+        usage="python3 -m ci LANE [-- ARGS]",
+        description="lanes:\n" + menu(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("lane", nargs="?", metavar="LANE", help="which lane to run")
+    own, args = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    lane = parser.parse_args(own).lane
+    if lane is None:
+        parser.print_help()
+        return 0
+    if lane not in lanes():
+        print(f"ci: lane = {lane!r} is not accepted; accepted:\n{menu()}", file=sys.stderr)
+        return 2
+    return run_lane(lane, args)
+
+
+if __name__ == "__main__":
+    if sys.version_info < (3, 11):
+        sys.exit("ci: Python 3.11 or newer is needed")
+    sys.exit(main(sys.argv[1:]))
