@@ -1,0 +1,181 @@
+"""A CUDA graph without a GPU: operations recorded once, replayed on the same memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from harness.effects import AddressLedger
+from harness.errors import CaptureViolation, ContractError
+from harness.hostreads import (
+    MACHINERY,
+    HostReadCalls,
+    Kwargs,
+    asking_line,
+    dispatched_read,
+    storage_key,
+    tensors_in,
+)
+
+T = TypeVar("T")
+Step = tuple[Any, tuple[Any, ...], dict[str, Any], tuple[torch.Tensor | None, ...]]
+aten = torch.ops.aten
+MACHINERY.add(__file__)
+EMPTY = frozenset(
+    {
+        aten.empty.memory_format,
+        aten.empty_strided.default,
+        aten.empty_like.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
+    }
+)
+REBINDING = frozenset({"aten::resize_", "aten::resize_as_", "aten::set_"})
+
+
+class Tape:
+    """A graph on the CPU.
+
+    Recorded operations run again, in order, on the very tensors of the capture; what they return
+    is copied to where the capture's result lies. Python scalars and control flow are therefore
+    frozen, and so are addresses. What ``empty`` gave is garbage again at every replay.
+
+    Attributes:
+        operations: how often each operation was recorded, views and allocations left out.
+    """
+
+    def __init__(self) -> None:
+        self.operations: Counter[str] = Counter()
+        self._steps: list[Step] = []
+        self._uninitialised: list[torch.Tensor] = []
+        self._inputs = AddressLedger()
+        self._captured = False
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        """Run once, unrecorded."""
+        with torch.no_grad():
+            run()
+
+    def capture(self, run: Callable[[], T]) -> T:
+        """Record ``run`` and return what it returned; replays write to the same memory.
+
+        Raises:
+            CaptureViolation: ``run`` read the device, brought host data or moved storage; the
+                message names the operation and the line that asked. The tape stays empty.
+            ContractError: this tape holds a recording already.
+        """
+        if self._captured:
+            raise ContractError("a graph is captured once; make another one")
+        recorder = _Recorder()
+        with torch.no_grad(), recorder.calls, recorder:
+            result = run()
+        self.operations, self._steps = recorder.operations, recorder.steps
+        self._uninitialised, self._inputs = recorder.uninitialised, recorder.inputs
+        self._captured = True
+        return result
+
+    def replay(self) -> None:
+        """Run the recording on whatever its inputs hold now.
+
+        Raises:
+            ContractError: nothing was captured, or an input was freed or moved since.
+        """
+        if not self._captured:
+            raise ContractError("a graph is replayed after its capture; this one holds nothing")
+        moved = self._inputs.moved()
+        if moved:
+            raise ContractError(f"memory moved or freed since capture: {'; '.join(moved)}")
+        # An observer sees the recorded operations and nothing of the emulation around them.
+        observed = torch._C._len_torch_dispatch_stack() > 0
+        settle = _settle_unseen if observed else _settle
+        with torch.no_grad():
+            with _disable_current_modes() if observed else nullcontext():
+                for tensor in self._uninitialised:
+                    _poison(tensor)
+            for func, args, kwargs, kept in self._steps:
+                result = func(*args, **kwargs)
+                if kept:
+                    settle(kept, result)
+
+
+class _Recorder(TorchDispatchMode):
+    """What one capture sees."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls = HostReadCalls(_refuse)
+        self.operations: Counter[str] = Counter()
+        self.steps: list[Step] = []
+        self.uninitialised: list[torch.Tensor] = []
+        self.inputs = AddressLedger()
+        self._seen: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func._schema.name
+        if name in REBINDING or dispatched_read(func, args, kwargs):
+            _refuse(str(func))
+        given = list(tensors_in((tuple(args), tuple(kwargs.values()))))
+        for tensor in given:
+            self._enter(func, tensor)
+        # In-place views change the tensor itself, so the recording keeps its shape of this moment.
+        frozen = tuple(_frozen(arg) for arg in args), {k: _frozen(v) for k, v in kwargs.items()}
+        result = func(*args, **kwargs)
+        results = list(tensors_in(result))
+        self._seen.update((id(tensor), tensor) for tensor in results)
+        if func in EMPTY:
+            self.uninitialised += [_poison(tensor.detach()) for tensor in results]
+            return result
+        owned = {storage_key(tensor) for tensor in given}
+        kept = tuple(None if storage_key(t) in owned else t.detach() for t in results)
+        is_view = results and not any(t is not None for t in kept) and not func._schema.is_mutable
+        if not is_view and torch.Tag.inplace_view not in func.tags:
+            self.operations[str(func)] += 1
+            self.steps.append((func, *frozen, kept if any(t is not None for t in kept) else ()))
+        return result
+
+    def _enter(self, func: Any, tensor: torch.Tensor) -> None:
+        if id(tensor) not in self._seen:
+            self._seen[id(tensor)] = tensor
+            kind = str(tensor.dtype).removeprefix("torch.")
+            name = f"{kind}{list(tensor.shape)} that {func} reads at {asking_line()}"
+            self.inputs.enter(name, tensor)
+
+
+def _refuse(operation: str) -> None:
+    raise CaptureViolation(f"{operation} cannot be recorded; asked at {asking_line()}")
+
+
+def _settle(kept: tuple[torch.Tensor | None, ...], result: Any) -> None:
+    if isinstance(result, torch.Tensor):
+        aten.copy_.default(kept[0], result)
+        return
+    for target, fresh in zip(kept, tensors_in(result), strict=True):
+        if target is not None:
+            aten.copy_.default(target, fresh)
+
+
+def _settle_unseen(kept: tuple[torch.Tensor | None, ...], result: Any) -> None:
+    with _disable_current_modes():
+        _settle(kept, result)
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, list | tuple):
+        return type(value)(_frozen(item) for item in value)
+    return value
+
+
+def _poison(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return tensor.fill_(float("nan"))
+    return tensor.fill_(True if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).min)
