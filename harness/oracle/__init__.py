@@ -1,0 +1,27 @@
+"""The judge: dense float64, straight from token ids, weights and histories; imports torch alone.
+
+``VERSION`` goes into the origin of every golden; raise it when an answer may change.
+"""
+
+from __future__ import annotations
+
+from harness.oracle.attention import attend, low_precision_attend, quantize_dequantize
+from harness.oracle.decoder import Decoder, Draft
+from harness.oracle.generation import Generation, greedy, relative_margins, speculate
+from harness.oracle.rotary import rotate
+
+VERSION = 1
+
+__all__ = [
+    "VERSION",
+    "Decoder",
+    "Draft",
+    "Generation",
+    "attend",
+    "greedy",
+    "low_precision_attend",
+    "quantize_dequantize",
+    "relative_margins",
+    "rotate",
+    "speculate",
+]

@@ -1,0 +1,130 @@
+"""Dense attention of one request over its whole history, exact and at a subject's dtype."""
+
+from __future__ import annotations
+
+import torch
+
+SCORES_PER_BLOCK = 1 << 22
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    prefix_len: int,
+    scale: float,
+    window_left: int = -1,
+    sinks: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """Exact attention of the n newest tokens of one request: [n, heads, v_dim] in ``dtype``.
+
+    Args:
+        q: [n, heads, dim].
+        k: [prefix_len + n, kv_heads, dim], one row a token in order of position.
+        v: [prefix_len + n, kv_heads, v_dim].
+        prefix_len: tokens before the first query; query j sees keys 0 … prefix_len + j.
+        scale: factor of the scores.
+        window_left: keys seen to the left of the query besides itself, -1 for all.
+        sinks: [heads], one extra softmax logit a head, which takes weight and gives no value.
+        dtype: of the arithmetic and of the result.
+
+    Raises:
+        ValueError: the shapes do not describe one request.
+    """
+    _check(q, k, v, prefix_len)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    return _blockwise(q, k, v, prefix_len, scale, window_left, sinks, dtype)
+
+
+def low_precision_attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    prefix_len: int,
+    scale: float,
+    dtype: torch.dtype,
+    window_left: int = -1,
+    sinks: torch.Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> torch.Tensor:
+    """The same as a plain dense implementation at ``dtype`` computes it; the measure of budgets.
+
+    Inputs and probabilities are rounded to ``dtype``; products accumulate in float32. A tensor
+    that is FP8 already is taken as it lies in a cache: its exact values times ``k_scale`` or
+    ``v_scale``. Arguments, shapes and errors are those of ``attend``.
+    """
+    _check(q, k, v, prefix_len)
+    q, k, v = (t.float() if t.itemsize == 1 else t.to(dtype).float() for t in (q, k, v))
+    out = _blockwise(q, k, v, prefix_len, scale * k_scale, window_left, sinks, dtype)
+    return (out * v_scale).to(dtype)
+
+
+def quantize_dequantize(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """``x`` after a round trip through a float8_e4m3fn cache with a per-tensor scale; saturates."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    stored = torch.clamp(x / scale, -largest, largest).to(torch.float8_e4m3fn)
+    return stored.to(x.dtype) * scale
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix_len: int) -> None:
+    total = prefix_len + q.shape[0]
+    fits = prefix_len >= 0 and k.shape[0] == v.shape[0] == total
+    fits = fits and q.shape[2] == k.shape[2] and k.shape[1] == v.shape[1]
+    if not fits or q.shape[1] % k.shape[1]:
+        shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+        tokens = f"{prefix_len} + {q.shape[0]} tokens"
+        raise ValueError(f"{shapes} do not describe {tokens} of one request")
+
+
+def _blockwise(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    prefix_len: int,
+    scale: float,
+    window_left: int,
+    sinks: torch.Tensor | None,
+    probability_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Cut into blocks of queries, each with the keys that any of them sees, to bound memory."""
+    rows = max(1, SCORES_PER_BLOCK // (q.shape[1] * max(1, k.shape[0])))
+    blocks = [q.new_empty(0, q.shape[1], v.shape[2])]
+    for start in range(0, q.shape[0], rows):
+        block = q[start : start + rows]
+        last = prefix_len + start + block.shape[0]
+        first = 0 if window_left < 0 else max(0, prefix_len + start - window_left)
+        own = torch.arange(prefix_len + start, last, device=q.device)[:, None]
+        key = torch.arange(first, last, device=q.device)[None, :]
+        seen = key <= own
+        if window_left >= 0:
+            seen &= key >= own - window_left
+        weights = _softmax(block, k[first:last], seen, scale, sinks)
+        weights = weights.to(probability_dtype).to(v.dtype)
+        out = torch.einsum("hgnl,lhd->nhgd", weights, v[first:last])
+        blocks.append(out.flatten(1, 2))
+    return torch.cat(blocks)
+
+
+def _softmax(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Probabilities [kv_heads, group, n, keys]."""
+    grouped = q.unflatten(1, (k.shape[1], -1))
+    scores = torch.einsum("nhgd,lhd->hgnl", grouped, k) * scale
+    scores = scores.masked_fill(~seen, -torch.inf)
+    peak = scores.amax(-1, keepdim=True)
+    if sinks is None:
+        weights = torch.exp(scores - peak)
+        return weights / weights.sum(-1, keepdim=True)
+    sink = sinks.to(scores).view(k.shape[1], -1, 1, 1)
+    peak = torch.maximum(peak, sink)
+    weights = torch.exp(scores - peak)
+    return weights / (weights.sum(-1, keepdim=True) + torch.exp(sink - peak))
