@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -55,8 +56,11 @@ class Quantity:
 
     @property
     def ratio(self) -> float:
-        """error / allowed; above 1 is red."""
-        return self.error / self.allowed if self.allowed else float("inf")
+        """error / allowed, above 1 is red; infinite where either is not a number."""
+        if self.error == 0:
+            return 0.0
+        ratio = self.error / self.allowed if self.allowed else math.inf
+        return math.inf if math.isnan(ratio) else ratio
 
 
 @dataclass(frozen=True, kw_only=True)
