@@ -25,18 +25,17 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 @dataclass(frozen=True)
 class Architecture:
-    """How a checkpoint of one architecture is read, and which target it drafts for, if any."""
+    """What its configuration means and which tensors go with it."""
 
     config: type[DecoderConfig]
     shapes: Callable[[Any], shapes.Shapes]
-    drafts_for: str | None = None
 
 
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture(LlamaConfig, shapes.llama),
-    "LlamaForCausalLMEagle": Architecture(LlamaConfig, shapes.eagle, "LlamaForCausalLM"),
+    "LlamaForCausalLMEagle": Architecture(LlamaConfig, shapes.eagle),
     "DeepseekV3ForCausalLM": Architecture(DeepseekConfig, shapes.deepseek),
-    "DeepseekV3ForCausalLMNextN": Architecture(NextnConfig, shapes.nextn, "DeepseekV3ForCausalLM"),
+    "DeepseekV3ForCausalLMNextN": Architecture(NextnConfig, shapes.nextn),
 }
 
 

@@ -11,7 +11,6 @@ import torch
 from tokenizers import Tokenizer
 
 from harness.engine.models.checkpoint import (
-    ARCHITECTURES,
     RawConfig,
     architecture_of,
     check_tensors,
@@ -28,15 +27,17 @@ from harness.engine.models.nextn import DeepseekV3ForCausalLMNextN
 from harness.errors import CheckpointError, rejected
 
 TOKENIZER = "tokenizer.json"
+Tensors = Mapping[str, torch.Tensor]
+Checkpoint = tuple[RawConfig, Tensors]
 KEPT_FLOAT32 = ("e_score_correction_bias",)
 
 TARGETS: Mapping[str, Any] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
 }
-DRAFTS: Mapping[str, Any] = {
-    "LlamaForCausalLMEagle": LlamaForCausalLMEagle,
-    "DeepseekV3ForCausalLMNextN": DeepseekV3ForCausalLMNextN,
+DRAFTS: Mapping[str, tuple[type[TargetDecoder], Any]] = {
+    "LlamaForCausalLMEagle": (LlamaForCausalLM, LlamaForCausalLMEagle),
+    "DeepseekV3ForCausalLMNextN": (DeepseekV3ForCausalLM, DeepseekV3ForCausalLMNextN),
 }
 
 
@@ -78,35 +79,59 @@ def random_pair(
 
 
 def build_pair(
-    target: tuple[RawConfig, Mapping[str, torch.Tensor]],
-    draft: tuple[RawConfig, Mapping[str, torch.Tensor]],
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
+    target: Checkpoint, draft: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Pair:
     """A pair from raw configurations and tensors.
 
     Raises:
         CheckpointError: the two do not belong together, or a tensor does not fit.
     """
-    models = tuple(architecture_of(raw) for raw, _ in (target, draft))
-    drafts_for = ARCHITECTURES[models[1]].drafts_for
-    if drafts_for is None or drafts_for != models[0]:
-        drafts = [name for name, a in ARCHITECTURES.items() if a.drafts_for == models[0]]
-        raise CheckpointError(rejected(f"draft of {models[0]}", models[1], f"one of {drafts}"))
-    for key in ("vocab_size", "hidden_size"):
-        if target[0].get(key) != draft[0].get(key):
-            accepted = f"the target's {target[0].get(key)}"
-            raise CheckpointError(rejected(f"draft's {key}", draft[0].get(key), accepted))
-    built = TARGETS[models[0]](parse_config(target[0]), placed(*target, dtype, device))
-    drafted = DRAFTS[models[1]](parse_config(draft[0]), placed(*draft, dtype, device), built)
-    return Pair(built, drafted)
+    built = build_target(*target, dtype, device)
+    return Pair(built, build_draft(*draft, built, dtype, device))
 
 
-def placed(
+def build_target(
+    raw: RawConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> TargetDecoder:
+    """A model that reads tokens alone.
+
+    Raises:
+        CheckpointError: the architecture is a draft's, or a tensor does not fit.
+    """
+    name = architecture_of(raw)
+    if name not in TARGETS:
+        raise CheckpointError(rejected("target architecture", name, f"one of {list(TARGETS)}"))
+    model: TargetDecoder = TARGETS[name](parse_config(raw), _placed(raw, tensors, dtype, device))
+    return model
+
+
+def build_draft(
     raw: RawConfig,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Tensors,
+    target: TargetDecoder,
     dtype: torch.dtype,
-    device: torch.device | str,
+    device: torch.device | str = "cpu",
+) -> Decoder:
+    """A model that continues from the hidden states of ``target`` and shares its vocabulary.
+
+    Raises:
+        CheckpointError: it was made for another target, or a tensor does not fit.
+    """
+    name = architecture_of(raw)
+    accepted = [draft for draft, (made_for, _) in DRAFTS.items() if isinstance(target, made_for)]
+    if name not in accepted:
+        raise CheckpointError(rejected("draft architecture", name, f"one of {accepted}"))
+    config = parse_config(raw)
+    for key in ("vocab_size", "hidden_size"):
+        given, needed = getattr(config, key), getattr(target.config, key)
+        if given != needed:
+            raise CheckpointError(rejected(f"draft's {key}", given, f"the target's {needed}"))
+    model: Decoder = DRAFTS[name][1](config, _placed(raw, tensors, dtype, device), target)
+    return model
+
+
+def _placed(
+    raw: RawConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, torch.Tensor]:
     """Checked tensors on ``device`` in ``dtype``; routing biases stay float32, as upstream."""
     check_tensors(raw, tensors)
