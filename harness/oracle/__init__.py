@@ -5,7 +5,12 @@
 
 from __future__ import annotations
 
-from harness.oracle.attention import attend, low_precision_attend, quantize_dequantize
+from harness.oracle.attention import (
+    attend,
+    low_precision_attend,
+    quantize,
+    quantize_dequantize,
+)
 from harness.oracle.decoder import Decoder, Draft
 from harness.oracle.generation import Generation, greedy, relative_margins, speculate
 from harness.oracle.rotary import rotate
@@ -20,6 +25,7 @@ __all__ = [
     "attend",
     "greedy",
     "low_precision_attend",
+    "quantize",
     "quantize_dequantize",
     "relative_margins",
     "rotate",

@@ -63,11 +63,15 @@ def low_precision_attend(
     return (out * v_scale).to(dtype)
 
 
-def quantize_dequantize(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """``x`` after a round trip through a float8_e4m3fn cache with a per-tensor scale; saturates."""
+def quantize(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """``x`` as a float8_e4m3fn cache with a per-tensor scale stores it; saturates."""
     largest = torch.finfo(torch.float8_e4m3fn).max
-    stored = torch.clamp(x / scale, -largest, largest).to(torch.float8_e4m3fn)
-    return stored.to(x.dtype) * scale
+    return torch.clamp(x / scale, -largest, largest).to(torch.float8_e4m3fn)
+
+
+def quantize_dequantize(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """``x`` after a round trip through that cache, in its own dtype."""
+    return quantize(x, scale).to(x.dtype) * scale
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix_len: int) -> None:
