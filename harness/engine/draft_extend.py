@@ -1,0 +1,83 @@
+"""The draft catching up with what was verified: accepted tokens alone (v1) or all of them (v2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from harness.engine.acceptance import Acceptance, last_ragged_rows, last_uniform_rows
+from harness.engine.batches import Batches
+from harness.engine.phases import Phase
+from harness.engine.prefill import propose
+from harness.engine.speculation import Version
+from harness.engine.state import Proposal, State
+from harness.upstream.batch import (
+    EagleDraftExtendInput,
+    ForwardBatch,
+    ForwardMode,
+    LogitsProcessorOutput,
+)
+
+
+@dataclass(frozen=True)
+class DraftExtend:
+    """Draft extend of a worker.
+
+    Args:
+        phase: the draft's forward.
+        batches: batches over the draft's pool.
+        version: which rows it computes.
+        mirror: whether a backend reads lengths on the host.
+    """
+
+    phase: Phase[LogitsProcessorOutput]
+    batches: Batches
+    version: Version
+    mirror: bool
+
+    def __call__(self, state: State, accepted: Acceptance, hidden: torch.Tensor) -> Proposal:
+        """What the draft proposes behind the accepted tokens.
+
+        Args:
+            state: where the requests stood before the round.
+            accepted: what the round's verify decided.
+            hidden: [bs * num_draft_tokens, hidden] of the target, a row a chain token.
+        """
+        extend = self._ragged if self.version is Version.V1 else self._uniform
+        return extend(state, accepted, hidden)
+
+    def _ragged(self, state: State, accepted: Acceptance, hidden: torch.Tensor) -> Proposal:
+        """The accepted tokens alone, packed request after request."""
+        kept, lens = accepted.emitted, accepted.accept_lens
+        positions = self.batches.positions(state, kept.shape[1])
+        seq_lens, lens_cpu = state.seq_lens + lens, lens.tolist()
+        batch = self.batches.batch(
+            ForwardMode.DRAFT_EXTEND,
+            rows=state.rows,
+            seq_lens=seq_lens,
+            ids=accepted.predicted[kept],
+            positions=positions[kept],
+            slots=self.batches.slots(state.rows[:, None], positions)[kept],
+            seq_lens_cpu=seq_lens.cpu() if self.mirror else None,
+            spec_info=EagleDraftExtendInput(hidden[kept.flatten()], lens, lens_cpu),
+        )
+        batch.extend_seq_lens, batch.extend_seq_lens_cpu = lens, lens_cpu
+        return self._run(batch, last_ragged_rows(lens))
+
+    def _uniform(self, state: State, accepted: Acceptance, hidden: torch.Tensor) -> Proposal:
+        """Every chain token, accepted or not: the rejected ones are written over later."""
+        width = accepted.predicted.shape[1]
+        batch = self.batches.uniform(
+            ForwardMode.DRAFT_EXTEND_V2,
+            state,
+            accepted.predicted.flatten(),
+            width,
+            advanced=width,
+            spec_info=EagleDraftExtendInput(hidden, accepted.accept_lens, None, width),
+        )
+        return self._run(batch, last_uniform_rows(accepted.accept_lens, width))
+
+    def _run(self, batch: ForwardBatch, rows: torch.Tensor) -> Proposal:
+        self.phase.prepare(batch)
+        return propose(self.phase.run(batch), rows)

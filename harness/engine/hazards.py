@@ -1,0 +1,89 @@
+"""Two queues, what each operation reads and writes, and which of them race."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Queue(StrEnum):
+    """Where an operation runs."""
+
+    MAIN = "main"
+    PLAN = "plan"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One recorded operation.
+
+    Args:
+        queue: where it was issued.
+        name: what it does.
+        reads: resources it reads.
+        writes: resources it writes.
+        after: how many operations of the other queue had to be finished before it.
+    """
+
+    queue: Queue
+    name: str
+    reads: frozenset[str]
+    writes: frozenset[str]
+    after: int
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """Two operations that touch a resource in no certain order, or in the wrong one.
+
+    Args:
+        kind: RAW, WAR or WAW: read after write, write after read, write after write.
+        first: the operation that has to come first.
+        second: the one that has to come second.
+        resource: what both touch.
+    """
+
+    kind: str
+    first: str
+    second: str
+    resource: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} on {self.resource}: {self.second!r} is not ordered after {self.first!r}"
+        )
+
+
+def find_hazards(issued: Sequence[Operation]) -> list[Hazard]:
+    """Races between the two queues, and reads of what nobody has written yet but somebody will."""
+    hazards = []
+    places = _places(issued)
+    for later, second in enumerate(issued):
+        for resource in sorted(second.reads):
+            writers = [op for op in issued if resource in op.writes]
+            if writers and not any(resource in op.writes for op in issued[:later]):
+                hazards.append(Hazard("RAW", writers[0].name, second.name, resource))
+        for earlier, first in enumerate(issued[:later]):
+            if first.queue is second.queue or places[earlier] <= second.after:
+                continue
+            hazards += [
+                Hazard(kind, first.name, second.name, resource)
+                for kind, shared in (
+                    ("RAW", first.writes & second.reads),
+                    ("WAR", first.reads & second.writes),
+                    ("WAW", first.writes & second.writes),
+                )
+                for resource in sorted(shared)
+            ]
+    return hazards
+
+
+def _places(issued: Sequence[Operation]) -> list[int]:
+    """Each operation's place in its own queue, from 1."""
+    counts = dict.fromkeys(Queue, 0)
+    places = []
+    for operation in issued:
+        counts[operation.queue] += 1
+        places.append(counts[operation.queue])
+    return places

@@ -1,0 +1,144 @@
+"""Prefill of a target and, one token behind it, of its draft; whole or in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from harness.engine.acceptance import last_ragged_rows
+from harness.engine.batches import Batches
+from harness.engine.phases import Phase
+from harness.engine.state import Proposal, State, concatenate, gather
+from harness.errors import UsageError, rejected
+from harness.upstream.batch import EagleDraftExtendInput, ForwardBatch, LogitsProcessorOutput
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The next tokens of every prompt that has some left.
+
+    Args:
+        requests: indices of those prompts.
+        starts: tokens before the chunk, a request.
+        ids: the chunk's tokens, a request.
+        shifted: the tokens one further on, a request; one short where the prompt ends.
+    """
+
+    requests: list[int]
+    starts: list[int]
+    ids: list[list[int]]
+    shifted: list[list[int]]
+
+    @property
+    def lens(self) -> list[int]:
+        """Tokens a request."""
+        return [len(ids) for ids in self.ids]
+
+    @property
+    def ending(self) -> list[int]:
+        """Which of the chunk's requests end in it."""
+        return [i for i, ids in enumerate(self.ids) if len(self.shifted[i]) < len(ids)]
+
+
+def chunks(prompts: Sequence[Sequence[int]], size: int | None) -> Iterator[Chunk]:
+    """Prompts in chunks of at most size tokens, None for whole; one empty chunk without prompts."""
+    longest = max(map(len, prompts), default=0)
+    step = size or max(longest, 1)
+    for start in range(0, max(longest, 1), step):
+        live = [i for i, prompt in enumerate(prompts) if len(prompt) > start]
+        yield Chunk(
+            requests=live,
+            starts=[start] * len(live),
+            ids=[list(prompts[i][start : start + step]) for i in live],
+            shifted=[list(prompts[i][start + 1 : start + step + 1]) for i in live],
+        )
+
+
+def propose(output: LogitsProcessorOutput, rows: torch.Tensor) -> Proposal:
+    """The draft's most likely next token after each selected row [bs] of its output."""
+    hidden = output.hidden_states[rows]
+    if output.topk_p is not None and output.topk_index is not None:
+        return Proposal(output.topk_p, output.topk_index, hidden)
+    logits = output.next_token_logits[rows]
+    index = logits.argmax(-1, keepdim=True)
+    return Proposal(logits.softmax(-1).gather(-1, index), index, hidden)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Prefill of a worker.
+
+    Args:
+        target: the target's phase.
+        target_batches: batches over its pool.
+        draft: the draft's phase, None without speculation.
+        draft_batches: batches over the draft's pool.
+        chunk_size: most tokens a request and forward, None for whole prompts.
+        mirror: whether a backend reads lengths on the host.
+
+    Raises:
+        UsageError: chunks without tokens.
+    """
+
+    target: Phase[LogitsProcessorOutput]
+    target_batches: Batches
+    draft: Phase[LogitsProcessorOutput] | None = None
+    draft_batches: Batches | None = None
+    chunk_size: int | None = None
+    mirror: bool = True
+
+    def __post_init__(self) -> None:
+        if self.chunk_size is not None and self.chunk_size < 1:
+            raise UsageError(rejected("chunk_size", self.chunk_size, ">= 1 or None"))
+
+    def __call__(self, prompts: Sequence[Sequence[int]], rows: list[int]) -> State:
+        """Compute prompts into pages that are reserved already; the bonus is the first token."""
+        order: list[int] = []
+        firsts: list[torch.Tensor] = []
+        proposals: list[Proposal] = []
+        for chunk in chunks(prompts, self.chunk_size):
+            first, proposal = self._chunk(chunk, [rows[i] for i in chunk.requests])
+            order += [chunk.requests[i] for i in chunk.ending]
+            firsts.append(first)
+            proposals += [proposal] if proposal else []
+        back = torch.tensor(order, dtype=torch.int64, device=self.target_batches.device).argsort()
+        lens = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
+        return State(
+            rows=torch.tensor(rows, dtype=torch.int64, device=back.device),
+            seq_lens=lens.to(back.device),
+            bonus=torch.cat(firsts)[back],
+            seq_lens_cpu=lens if self.mirror else None,
+            proposal=gather(concatenate(proposals), back) if proposals else None,
+        )
+
+    def _chunk(self, chunk: Chunk, rows: list[int]) -> tuple[torch.Tensor, Proposal | None]:
+        """The first token and the proposal of every request that ends in the chunk."""
+        batch = self._batch(self.target_batches, chunk, chunk.ids, rows)
+        output = self._run(self.target, batch)
+        last = last_ragged_rows(torch.tensor(chunk.lens, device=batch.input_ids.device))
+        last = last[torch.tensor(chunk.ending, dtype=torch.int64, device=last.device)]
+        first = output.next_token_logits[last].argmax(-1)
+        if self.draft is None or self.draft_batches is None:
+            return first, None
+        padded = [[*ids, 0][:n] for ids, n in zip(chunk.shifted, chunk.lens, strict=True)]
+        batch = self._batch(self.draft_batches, chunk, padded, rows)
+        batch.input_ids[last] = first
+        assert batch.extend_seq_lens is not None
+        batch.spec_info = EagleDraftExtendInput(
+            output.hidden_states, batch.extend_seq_lens, batch.extend_seq_lens_cpu
+        )
+        return first, propose(self._run(self.draft, batch), last)
+
+    def _batch(
+        self, batches: Batches, chunk: Chunk, ids: list[list[int]], rows: list[int]
+    ) -> ForwardBatch:
+        flat = [token for tokens in ids for token in tokens]
+        packed = torch.tensor(flat, dtype=torch.int64, device=batches.device)
+        return batches.extend(rows, chunk.starts, chunk.lens, packed, self.mirror)
+
+    @staticmethod
+    def _run(phase: Phase[LogitsProcessorOutput], batch: ForwardBatch) -> LogitsProcessorOutput:
+        phase.prepare(batch)
+        return phase.run(batch)

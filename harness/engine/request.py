@@ -1,0 +1,81 @@
+"""A request and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from harness.engine.allocation import Lease
+
+
+@dataclass
+class Generation:
+    """What became of one prompt.
+
+    Every token comes from a prefill or a round: ``prefills + sum(accept_lengths) - cut ==
+    len(token_ids)``, where ``cut`` counts tokens behind the end that a last round emitted.
+
+    Args:
+        token_ids: the tokens generated.
+        accept_lengths: tokens each round emitted, in order; all 1 without speculation.
+        prefills: how often it was computed from its start: 1 + its retractions.
+        cut: tokens dropped behind max_new_tokens or the end token.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    accept_lengths: list[int] = field(default_factory=list)
+    prefills: int = 0
+    cut: int = 0
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens generated."""
+        return len(self.token_ids)
+
+    @property
+    def spec_verify_ct(self) -> int:
+        """Rounds."""
+        return len(self.accept_lengths)
+
+    @property
+    def mean_accept_length(self) -> float:
+        """Tokens a round; 0 without rounds."""
+        return sum(self.accept_lengths) / max(self.spec_verify_ct, 1)
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt on its way.
+
+    Args:
+        prompt: its tokens.
+        max_new_tokens: where it ends at the latest.
+        eos: the token that ends it, None for none.
+        generation: what it has so far.
+        lease: what it holds while it runs.
+    """
+
+    prompt: list[int]
+    max_new_tokens: int
+    eos: int | None
+    generation: Generation = field(default_factory=Generation)
+    lease: Lease | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Everything to compute before it can go on."""
+        return self.prompt + self.generation.token_ids
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more may be emitted."""
+        ids = self.generation.token_ids
+        return len(ids) >= self.max_new_tokens or (bool(ids) and ids[-1] == self.eos)
+
+    def emit(self, tokens: Sequence[int]) -> None:
+        """Take tokens up to the end and count the rest as cut."""
+        for token in tokens:
+            if self.finished:
+                self.generation.cut += 1
+            else:
+                self.generation.token_ids.append(token)

@@ -1,0 +1,108 @@
+"""What running requests carry from one round to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Where a draft model left off, a row a request.
+
+    Args:
+        topk_p: [bs, 1] float32, the probability of its next token.
+        topk_index: [bs, 1] int64, that token.
+        hidden_states: [bs, hidden] of the draft model.
+    """
+
+    topk_p: torch.Tensor
+    topk_index: torch.Tensor
+    hidden_states: torch.Tensor
+
+
+@dataclass(frozen=True)
+class State:
+    """bs running requests between two rounds.
+
+    Args:
+        rows: [bs] int64, rows of the request-to-token table.
+        seq_lens: [bs] int64, committed tokens: those with keys and values in the target's pool.
+        bonus: [bs] int64, the token emitted last; it follows the committed ones.
+        seq_lens_cpu: [bs] int64 mirror on the host, or None where no backend reads it. Under
+            overlap it runs ahead: the last round is counted as if everything had been accepted.
+        proposal: where the draft model left off; None without speculation.
+    """
+
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
+    bonus: torch.Tensor
+    seq_lens_cpu: torch.Tensor | None
+    proposal: Proposal | None
+
+    @property
+    def bs(self) -> int:
+        """Requests."""
+        return self.rows.shape[0]
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round emitted.
+
+    Args:
+        accept_lens: [bs] int32, tokens emitted a request.
+        predicted: [bs, width] int64; the first accept_len of each row are emitted.
+    """
+
+    accept_lens: torch.Tensor
+    predicted: torch.Tensor
+
+    def tokens(self) -> list[list[int]]:
+        """The emitted tokens on the host, request by request."""
+        lens = self.accept_lens.tolist()
+        return [row[:n] for row, n in zip(self.predicted.tolist(), lens, strict=True)]
+
+
+def select(state: State, chosen: Sequence[int]) -> State:
+    """These requests, in this order."""
+    index = torch.tensor(chosen, dtype=torch.int64, device=state.rows.device)
+    mirror, proposal = state.seq_lens_cpu, state.proposal
+    return State(
+        rows=state.rows[index],
+        seq_lens=state.seq_lens[index],
+        bonus=state.bonus[index],
+        seq_lens_cpu=None if mirror is None else mirror[index.cpu()],
+        proposal=proposal and gather(proposal, index),
+    )
+
+
+def gather(proposal: Proposal, index: torch.Tensor) -> Proposal:
+    """The rows of an int64 index."""
+    return Proposal(
+        proposal.topk_p[index], proposal.topk_index[index], proposal.hidden_states[index]
+    )
+
+
+def join(first: State, second: State) -> State:
+    """The first's requests, then the second's, of the same worker."""
+    mirrors = [m for m in (first.seq_lens_cpu, second.seq_lens_cpu) if m is not None]
+    proposals = [p for p in (first.proposal, second.proposal) if p is not None]
+    return State(
+        rows=torch.cat((first.rows, second.rows)),
+        seq_lens=torch.cat((first.seq_lens, second.seq_lens)),
+        bonus=torch.cat((first.bonus, second.bonus)),
+        seq_lens_cpu=torch.cat(mirrors) if mirrors else None,
+        proposal=concatenate(proposals) if proposals else None,
+    )
+
+
+def concatenate(proposals: Sequence[Proposal]) -> Proposal:
+    """Proposals one behind the other."""
+    return Proposal(
+        torch.cat([p.topk_p for p in proposals]),
+        torch.cat([p.topk_index for p in proposals]),
+        torch.cat([p.hidden_states for p in proposals]),
+    )

@@ -1,0 +1,45 @@
+"""Speculative greedy output is plain greedy output, with the accept lengths of whole sequences."""
+
+from __future__ import annotations
+
+import pytest
+
+from fixtures.toy import TARGET, expected_generation
+from fixtures.toy_engine import PROMPTS, bench, speculation
+from harness.engine.request import Generation
+
+NEW = 14
+SHAPES = ((1, 2), (2, 2), (2, 3), (3, 3), (3, 4), (4, 3), (5, 6), (5, 2))
+
+
+def test_plain_output_is_the_dense_models_greedy_continuation() -> None:
+    generations = bench().engine.generate(PROMPTS, NEW)
+    for prompt, generation in zip(PROMPTS, generations, strict=True):
+        tokens = list(prompt)
+        for _ in range(NEW):
+            tokens.append(int(TARGET.dense(tokens).next_token_logits[-1].argmax()))
+        assert generation.token_ids == tokens[len(prompt) :]
+        assert generation.accept_lengths == [1] * (NEW - 1)
+
+
+@pytest.mark.parametrize("version", [1, 2], ids=["draft_extend_v1", "draft_extend_v2"])
+@pytest.mark.parametrize(("steps", "width"), SHAPES, ids=lambda n: str(n))
+def test_tokens_and_accept_lengths_are_those_of_whole_sequences(
+    steps: int, width: int, version: int
+) -> None:
+    generations = bench(speculation(steps, width, version)).engine.generate(PROMPTS, NEW)
+    assert_as_expected(generations, steps, width)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 4, 5, 100])
+@pytest.mark.parametrize("version", [1, 2], ids=["draft_extend_v1", "draft_extend_v2"])
+def test_chunks_change_nothing(chunk_size: int, version: int) -> None:
+    engine = bench(speculation(3, 4, version), chunk_size=chunk_size).engine
+    assert_as_expected(engine.generate(PROMPTS, NEW), 3, 4)
+
+
+def assert_as_expected(generations: list[Generation], steps: int, width: int) -> None:
+    for prompt, generation in zip(PROMPTS, generations, strict=True):
+        expected = expected_generation(prompt, NEW, steps, width)
+        assert generation.token_ids == expected.tokens
+        assert generation.accept_lengths == expected.accept_lengths
