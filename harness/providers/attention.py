@@ -72,6 +72,8 @@ def attend(
         position: see ``visible_keys``.
         softmax: scale, window, sinks and mask.
     """
+    if not keys.shape[1]:
+        return q.new_zeros(*q.shape[:3], values.shape[-1])
     seen = visible_keys(position, keys.shape[1], softmax)
     broken = ~values.isfinite()
     spoils = None

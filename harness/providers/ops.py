@@ -30,7 +30,9 @@ def _opaque(value_dim: Callable[..., int]) -> Callable[[Kernel], Kernel]:
         torch.library.define(name, schema)
         torch.library.impl(name, "CompositeExplicitAutograd")(kernel)
 
-        def shape(q: torch.Tensor, *args: object, out_dtype: torch.dtype, **_: object) -> torch.Tensor:
+        def shape(
+            q: torch.Tensor, *args: object, out_dtype: torch.dtype, **_: object
+        ) -> torch.Tensor:
             return q.new_empty(*q.shape[:2], value_dim(*args), dtype=out_dtype)
 
         torch.library.register_fake(name)(shape)

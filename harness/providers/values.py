@@ -33,7 +33,12 @@ def _lengths(paged: PagedKeys, query_lens: torch.Tensor) -> Iterator[Check]:
     causal = bool((paged.seq_lens >= query_lens).all())
     yield causal, "seq_lens", shown, f"at least the queries, {query_lens.tolist()}"
     longest, width = max(shown), paged.block_tables.shape[1]
-    yield longest <= paged.max_seq_len, "max_seq_len", paged.max_seq_len, f">= {longest}, the longest"
+    yield (
+        longest <= paged.max_seq_len,
+        "max_seq_len",
+        paged.max_seq_len,
+        f">= {longest}, the longest",
+    )
     capacity = width * paged.page_size
     yield longest <= capacity, "seq_lens", shown, f"<= {capacity}, the block table's width"
     live = paged.block_tables[paged.live_columns(width)].tolist()

@@ -156,7 +156,7 @@ class AttentionBackend(ABC):
             **kwargs: q_rope and k_rope (MLA).
         """
         if batch.forward_mode.is_idle():
-            return q.new_empty(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
+            return q.new_zeros(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
         serve = self.forward_decode if batch.forward_mode.is_decode() else self.forward_extend
         return serve(q, k, v, layer, batch, save_kv_cache=save_kv_cache, **kwargs)
 

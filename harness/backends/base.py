@@ -1,0 +1,237 @@
+"""What both families share: geometry on the host, metadata on the device, captured buckets."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from harness.backends.geometry import Geometry, Planner, query_lens
+from harness.backends.metadata import Metadata, MetadataWriter, packed_causal_mask
+from harness.errors import CapacityError, ContractError, rejected
+from harness.providers.base import Provider
+from harness.providers.strictness import FP8
+from harness.upstream.batch import ForwardBatch, ForwardMode, SpecInput
+from harness.upstream.interface import AttentionBackend, AttentionLayer
+from harness.upstream.pools import KVPool, ReqToTokenPool, SWAKVPool, quantize
+
+CAPTURED_MODES = (
+    ForwardMode.DECODE,
+    ForwardMode.TARGET_VERIFY,
+    ForwardMode.DRAFT_EXTEND,
+    ForwardMode.DRAFT_EXTEND_V2,
+)
+
+
+class PagedBackend(AttentionBackend):
+    """Plans paged metadata without reading lengths on the host.
+
+    Args:
+        provider: the kernels.
+        req_to_token_pool: the request-to-token table.
+        token_to_kv_pool: the pool of the model this backend serves; the target's and the draft's
+            differ, and only a backend whose own pool is an SWA pool translates locations.
+        max_context_len: the model's context length.
+        num_draft_tokens: query tokens a request in target_verify.
+        speculative_num_steps: steps of a draft.
+        skip_prefill: whether this backend serves draft steps only.
+        device: of every buffer.
+        speculative_step_id: i for step i of a multi-step draft, whose keys are seq_lens + i + 1.
+
+    Raises:
+        CapacityError: the request-to-token table is narrower than a context and a draft round.
+        ContractError: the request-to-token table is not int32.
+    """
+
+    needs_cpu_seq_lens = False
+    padded_modes: frozenset[ForwardMode] = frozenset()
+
+    def __init__(
+        self,
+        *,
+        provider: Provider,
+        req_to_token_pool: ReqToTokenPool,
+        token_to_kv_pool: KVPool,
+        max_context_len: int,
+        num_draft_tokens: int = 0,
+        speculative_num_steps: int = 0,
+        skip_prefill: bool = False,
+        device: torch.device | str = "cpu",
+        speculative_step_id: int | None = None,
+    ) -> None:
+        table = req_to_token_pool.req_to_token
+        if table.dtype != torch.int32:
+            raise ContractError(rejected("req_to_token.dtype", table.dtype, torch.int32))
+        self.max_total_len = max_context_len + max(num_draft_tokens, speculative_num_steps)
+        if table.shape[1] < self.max_total_len:
+            accepted = f">= {self.max_total_len}, the context and one round of draft tokens"
+            raise CapacityError(rejected("req_to_token columns", table.shape[1], accepted))
+        self.provider = provider
+        self.req_to_token_pool = req_to_token_pool
+        self.token_to_kv_pool = token_to_kv_pool
+        self.max_context_len = max_context_len
+        self.num_draft_tokens = num_draft_tokens
+        self.speculative_num_steps = speculative_num_steps
+        self.skip_prefill = skip_prefill
+        self.device = device
+        self._planner = Planner(
+            num_draft_tokens=num_draft_tokens,
+            speculative_step_id=speculative_step_id,
+            padded_modes=self.padded_modes,
+        )
+        self.forward_metadata: Metadata | None = None
+        self._writer = MetadataWriter(
+            table, token_to_kv_pool.page_size, self._table_width(), self._swa_pool
+        )
+        self._buffers: dict[ForwardMode, Metadata] = {}
+        self._captured: dict[tuple[ForwardMode, int], Metadata] = {}
+
+    @property
+    def _swa_pool(self) -> SWAKVPool | None:
+        pool = self.token_to_kv_pool
+        return pool if isinstance(pool, SWAKVPool) else None
+
+    def _table_width(self) -> int:
+        page_size = self.token_to_kv_pool.page_size
+        pages = -(-self.max_total_len // page_size)
+        step = max(1, self.provider.capability.block_table_multiple // page_size)
+        return -(-pages // step) * step
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        """Plan an eager forward, on metadata of its own that no graph reads."""
+        if batch.forward_mode.is_idle():
+            self.forward_metadata = None
+            return
+        self._check(batch)
+        geometry = self._planner.geometry(batch, in_capture=False)
+        self.forward_metadata = self._writer.allocate(geometry, self._mask(geometry))
+        self.init_forward_metadata_in_graph(batch)
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        """Choose the metadata of this bucket; at capture, fix its geometry.
+
+        Raises:
+            ContractError: no buffers were allocated, or the phase has none.
+            CapacityError: the batch is larger than the buffers, or its bucket was not captured.
+        """
+        if batch.forward_mode.is_idle():
+            self.forward_metadata = None
+            return
+        self._check(batch)
+        key = (batch.forward_mode, batch.seq_lens.shape[0])
+        if in_capture:
+            self._captured[key] = self._cut(self._planner.geometry(batch, in_capture=True))
+        if key not in self._captured:
+            buckets = sorted(bs for mode, bs in self._captured if mode is batch.forward_mode)
+            raise CapacityError(rejected("bs", key[1], f"captured {key[0].name} buckets {buckets}"))
+        self.forward_metadata = self._captured[key]
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        """Fill the chosen metadata in place."""
+        if batch.forward_mode.is_idle():
+            return
+        metadata = self._planned(batch)
+        bs = metadata.geometry.bs
+        self._writer.fill(
+            metadata,
+            req_pool_indices=batch.req_pool_indices[:bs],
+            seq_lens=batch.seq_lens[:bs],
+            query_lens=query_lens(batch)[:bs] if metadata.geometry.is_ragged else None,
+            out_cache_loc=batch.out_cache_loc,
+        )
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate, once a phase, the buffers every captured graph reads slices of."""
+        for mode in CAPTURED_MODES:
+            largest = Geometry(
+                forward_mode=mode,
+                bs=max_bs,
+                num_tokens=max_num_tokens,
+                max_q_len=-(-max_num_tokens // max_bs),
+                pads_queries=mode in self.padded_modes,
+            )
+            self._buffers[mode] = self._writer.allocate(largest)
+        self._captured.clear()
+
+    def _cut(self, geometry: Geometry) -> Metadata:
+        if geometry.forward_mode not in self._buffers:
+            modes = [
+                mode.name for mode in self._buffers
+            ] or "none: call init_cuda_graph_state first"
+            raise ContractError(rejected("captured mode", geometry.forward_mode.name, modes))
+        buffers = self._buffers[geometry.forward_mode]
+        for field in ("bs", "num_tokens"):
+            value, limit = getattr(geometry, field), getattr(buffers.geometry, field)
+            if value > limit:
+                accepted = f"<= {limit}, as init_cuda_graph_state was told"
+                raise CapacityError(rejected(field, value, accepted))
+        return buffers.cut(geometry, self._mask(geometry))
+
+    def _mask(self, geometry: Geometry) -> torch.Tensor | None:
+        needed = self.provider.capability.needs_packed_mask and not geometry.is_ragged
+        if not needed or geometry.max_q_len == 1:
+            return None
+        return packed_causal_mask(geometry.bs, geometry.max_q_len, self.device)
+
+    def _check(self, batch: ForwardBatch) -> None:
+        for field in ("seq_lens", "req_pool_indices", "out_cache_loc"):
+            if (dtype := getattr(batch, field).dtype) != torch.int64:
+                raise ContractError(rejected(f"{field}.dtype", dtype, torch.int64))
+        if batch.forward_mode.is_extend() and batch.seq_lens_cpu is not None:
+            longest = max(batch.seq_lens_cpu.tolist(), default=0)
+            if longest > self.max_total_len:
+                raise CapacityError(rejected("seq_lens", longest, f"<= {self.max_total_len}"))
+
+    def _planned(self, batch: ForwardBatch) -> Metadata:
+        metadata = self.forward_metadata
+        planned = None if metadata is None else metadata.geometry.forward_mode
+        if metadata is None or planned is not batch.forward_mode:
+            accepted = f"the planned one, {planned.name if planned else 'none: plan it first'}"
+            raise ContractError(rejected("forward_mode", batch.forward_mode.name, accepted))
+        return metadata
+
+    def _kernel_query(self, q: torch.Tensor) -> torch.Tensor:
+        """Contiguous, as a slice of a fused projection is not, and FP8 where the kernel wants it."""
+        if self._is_fp8 and self.provider.capability.casts_query_to_kv_dtype:
+            q = quantize(q, 1.0, FP8)
+        return q.contiguous()
+
+    @property
+    def _is_fp8(self) -> bool:
+        return self.token_to_kv_pool.dtype == FP8
+
+    def _kv_scales(self, layer: AttentionLayer) -> tuple[float, float]:
+        """Scales of cached keys and values; only an FP8 cache was written with any."""
+        return (layer.k_scale, layer.v_scale) if self._is_fp8 else (1.0, 1.0)
+
+    @staticmethod
+    def _with_padding(out: torch.Tensor, rows: int) -> torch.Tensor:
+        """[rows, heads * value dim]: the planned rows, and zeros behind them."""
+        return pad(out.flatten(1), (0, 0, 0, rows - out.shape[0]))
+
+    def _planning_batch(
+        self,
+        bs: int,
+        num_tokens: int,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        forward_mode: ForwardMode,
+        spec_info: SpecInput | None,
+    ) -> ForwardBatch:
+        if self._swa_pool is not None:
+            accepted = "any but an SWA pool: the older pair carries no write locations"
+            raise ContractError(rejected("token_to_kv_pool", "SWAKVPool", accepted))
+        rows = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+        return ForwardBatch(
+            forward_mode=forward_mode,
+            batch_size=bs,
+            input_ids=rows,
+            positions=rows,
+            req_pool_indices=req_pool_indices[:bs],
+            seq_lens=seq_lens[:bs],
+            out_cache_loc=rows,
+            req_to_token_pool=self.req_to_token_pool,
+            token_to_kv_pool=self.token_to_kv_pool,
+            spec_info=spec_info,
+        )
