@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from harness.errors import rejected
+from harness.errors import UsageError, rejected
 from harness.graphs.base import GraphRunner
 from harness.graphs.buffers import Extent, Field
 from harness.upstream.batch import (
@@ -29,20 +29,36 @@ class DraftRunner(GraphRunner[DraftOutput, MultiStepDraftBackend]):
 
     Positions follow from seq_lens inside the forward; seq_lens itself never changes. Cache slots
     are step-major, each step padded to the bucket.
+
+    Args:
+        attn_backend: plans every step.
+        **phase: what ``Phase`` takes; mode and num_tokens_per_req (one a step) may be left out.
+
+    Raises:
+        UsageError: num_tokens_per_req is not the number of draft forwards.
     """
 
     modes = (ForwardMode.DECODE,)
 
-    def __init__(self, *, mode: ForwardMode = ForwardMode.DECODE, **phase: Any) -> None:
-        self.steps = len(phase["attn_backend"].attn_backends)
-        super().__init__(mode=mode, **phase)
+    def __init__(self, *, attn_backend: MultiStepDraftBackend, **phase: Any) -> None:
+        steps = len(attn_backend.attn_backends)
+        phase = {"mode": ForwardMode.DECODE, "num_tokens_per_req": steps} | phase
+        if phase["num_tokens_per_req"] != steps:
+            accepted = f"{steps}, a token a draft forward"
+            raise UsageError(rejected("num_tokens_per_req", phase["num_tokens_per_req"], accepted))
+        super().__init__(attn_backend=attn_backend, **phase)
 
     def fields(self) -> tuple[Field, ...]:
         """Hidden states are an input where the draft model takes them."""
         fields: tuple[Field, ...] = (
             Field(name="req_pool_indices", read=lambda b: b.req_pool_indices, pad=0),
             Field(name="seq_lens", read=lambda b: b.seq_lens, pad=self.seq_len_pad),
-            Field(name="out_cache_loc", read=lambda b: b.out_cache_loc, pad=0, steps=self.steps),
+            Field(
+                name="out_cache_loc",
+                read=lambda b: b.out_cache_loc,
+                pad=0,
+                steps=self.num_tokens_per_req,
+            ),
             Field(name="topk_index", read=lambda b: draft_input(b).topk_index, pad=0, width=(1,)),
             Field(
                 name="topk_p",
@@ -78,14 +94,12 @@ class DraftRunner(GraphRunner[DraftOutput, MultiStepDraftBackend]):
         )
 
     def misfit(self, batch: ForwardBatch) -> str | None:
-        """As everywhere, and every step of every request has one cache slot."""
-        spec, slots = batch.spec_info, batch.out_cache_loc.shape[0]
+        """As everywhere, and the round has the captured number of steps."""
+        spec = batch.spec_info
         if not isinstance(spec, EagleDraftInput):
             return rejected("spec_info", type(spec).__name__, "EagleDraftInput")
         if spec.num_steps != self.attn_backend.speculative_num_steps:
             return rejected("num_steps", spec.num_steps, self.attn_backend.speculative_num_steps)
-        if slots != self.steps * batch.batch_size:
-            return rejected("len(out_cache_loc)", slots, self.steps * batch.batch_size)
         return self.hidden_misfit(spec.hidden_states) or super().misfit(batch)
 
     def trim(self, output: DraftOutput, extent: Extent) -> DraftOutput:

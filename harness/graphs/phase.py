@@ -39,7 +39,6 @@ class Phase(ABC, Generic[Output, Backend]):
 
     Attributes:
         modes: the phases this kind of runner serves.
-        steps: forwards inside one graph.
 
     Raises:
         UsageError: no batch size to capture, one that is not positive or comes twice, a mode of
@@ -47,7 +46,6 @@ class Phase(ABC, Generic[Output, Backend]):
     """
 
     modes: tuple[ForwardMode, ...]
-    steps: int = 1
 
     def __init__(
         self,
@@ -103,8 +101,8 @@ class Phase(ABC, Generic[Output, Backend]):
         return None
 
     def num_tokens(self, batch: ForwardBatch) -> int:
-        """Query tokens a step, told by the cache slots because token ids may come late."""
-        return batch.out_cache_loc.shape[0] // self.steps
+        """Query tokens, told by the cache slots because token ids may come late."""
+        return batch.out_cache_loc.shape[0]
 
     def token_counts(self, bs: int) -> range:
         """Query tokens that a batch of ``bs`` requests may have."""
