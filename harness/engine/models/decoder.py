@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -34,7 +35,7 @@ class Layer(Protocol):
         ...
 
 
-class Decoder:
+class Decoder(ABC):
     """Layers with their rotary positions, between an embedding and a head.
 
     Attributes:
@@ -56,6 +57,12 @@ class Decoder:
         self.frequencies = inverse_frequencies(
             config.rotary_dim, config.rope_theta, embed_tokens.device
         )
+
+    @abstractmethod
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch
+    ) -> LogitsProcessorOutput:
+        """Logits [T, vocab] float32 and hidden states [T, hidden] of every query token."""
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[T] to [T, hidden]."""
