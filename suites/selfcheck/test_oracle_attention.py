@@ -118,7 +118,10 @@ def test_low_precision_reads_fp8_as_stored():
     plain = oracle.low_precision_attend(
         q, *stored.values(), dtype=torch.bfloat16, k_scale=0.7, v_scale=1.3, **given
     )
-    history = oracle.quantize_dequantize(k.double(), 0.7), oracle.quantize_dequantize(v.double(), 1.3)
+    history = (
+        oracle.quantize_dequantize(k.double(), 0.7),
+        oracle.quantize_dequantize(v.double(), 1.3),
+    )
     exact = oracle.attend(q, *history, **given)
     assert float((plain.double() - exact).norm() / exact.norm()) < 3e-3
 
@@ -137,9 +140,7 @@ def test_rotation_by_hand():
     c, s, c2, s2 = math.cos(2), math.sin(2), math.cos(0.2), math.sin(0.2)
     at = torch.tensor([2])
     interleaved = oracle.rotate(x, at, theta=100.0, interleaved=True).flatten().tolist()
-    assert interleaved == pytest.approx(
-        [c - 2 * s, s + 2 * c, 3 * c2 - 4 * s2, 3 * s2 + 4 * c2]
-    )
+    assert interleaved == pytest.approx([c - 2 * s, s + 2 * c, 3 * c2 - 4 * s2, 3 * s2 + 4 * c2])
     neox = oracle.rotate(x, at, theta=100.0, interleaved=False).flatten().tolist()
     assert neox == pytest.approx([c - 3 * s, 2 * c2 - 4 * s2, s + 3 * c, 2 * s2 + 4 * c2])
 

@@ -77,7 +77,11 @@ def mla_layer(prefix):
     return norms | attention | feed_forward(f"{prefix}.mlp")
 
 
-ENDS = {"model.embed_tokens.weight": (11, 12), "model.norm.weight": (12,), "lm_head.weight": (11, 12)}
+ENDS = {
+    "model.embed_tokens.weight": (11, 12),
+    "model.norm.weight": (12,),
+    "lm_head.weight": (11, 12),
+}
 LLAMA_SHAPES = ENDS | gqa_layer("model.layers.0") | gqa_layer("model.layers.1")
 IDS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
 
