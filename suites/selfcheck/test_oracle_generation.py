@@ -12,7 +12,7 @@ PROMPT = [5, 2, 8]
 
 
 def successor(token: int) -> int:
-    """A cycle through all tokens but 0: 1, 2, 4, 8, 3, 6, 12, …"""
+    """A cycle through all tokens but 0: 1, 2, 4, 8, 3, 6, 12 and so on."""
     return token * 2 % VOCAB
 
 
@@ -28,6 +28,7 @@ class ScriptedTarget:
     """Says the successor; the hidden state of token t is (position, token)."""
 
     def forward(self, token_ids):
+        """As ``Decoder.forward``."""
         ids = token_ids.tolist()
         hidden = torch.tensor([[t, token] for t, token in enumerate(ids)], dtype=torch.float64)
         return hidden, rows([successor(token) for token in ids])
@@ -44,6 +45,7 @@ class ScriptedDraft:
         self.calls = []
 
     def forward(self, token_ids, hidden):
+        """As ``Draft.forward``."""
         ids = token_ids.tolist()
         assert hidden[:, 0].tolist() == list(range(len(ids)))
         own = [int(h) == -1 for h in hidden[:, 1]]
