@@ -5,21 +5,15 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from harness.backends.geometry import Geometry, Planner, query_lens
-from harness.backends.metadata import Metadata, MetadataWriter, packed_causal_mask
+from harness.backends.buckets import Buckets
+from harness.backends.geometry import Planner, check_stride, query_lens
+from harness.backends.metadata import Metadata, MetadataWriter
 from harness.errors import CapacityError, ContractError, rejected
 from harness.providers.base import Provider
 from harness.providers.strictness import FP8
 from harness.upstream.batch import ForwardBatch, ForwardMode, SpecInput
 from harness.upstream.interface import AttentionBackend, AttentionLayer
 from harness.upstream.pools import KVPool, ReqToTokenPool, SWAKVPool, quantize
-
-CAPTURED_MODES = (
-    ForwardMode.DECODE,
-    ForwardMode.TARGET_VERIFY,
-    ForwardMode.DRAFT_EXTEND,
-    ForwardMode.DRAFT_EXTEND_V2,
-)
 
 
 class PagedBackend(AttentionBackend):
@@ -80,10 +74,13 @@ class PagedBackend(AttentionBackend):
         )
         self.forward_metadata: Metadata | None = None
         self._writer = MetadataWriter(
-            table, token_to_kv_pool.page_size, self._table_width(), self._swa_pool
+            table,
+            page_size=token_to_kv_pool.page_size,
+            width=self._table_width(),
+            swa_pool=self._swa_pool,
+            needs_packed_mask=provider.capability.needs_packed_mask,
         )
-        self._buffers: dict[ForwardMode, Metadata] = {}
-        self._captured: dict[tuple[ForwardMode, int], Metadata] = {}
+        self._buckets = Buckets(self._writer, self.padded_modes)
 
     @property
     def _swa_pool(self) -> SWAKVPool | None:
@@ -103,8 +100,8 @@ class PagedBackend(AttentionBackend):
             return
         self._check(batch)
         geometry = self._planner.geometry(batch, in_capture=False)
-        self.forward_metadata = self._writer.allocate(geometry, self._mask(geometry))
-        self.init_forward_metadata_in_graph(batch)
+        self.forward_metadata = self._writer.allocate(geometry)
+        self._fill(batch)
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
@@ -112,25 +109,29 @@ class PagedBackend(AttentionBackend):
         """Choose the metadata of this bucket; at capture, fix its geometry.
 
         Raises:
-            ContractError: no buffers were allocated, or the phase has none.
+            ContractError: no buffers were allocated, or the batch is not what was captured.
             CapacityError: the batch is larger than the buffers, or its bucket was not captured.
         """
         if batch.forward_mode.is_idle():
             self.forward_metadata = None
             return
         self._check(batch)
-        key = (batch.forward_mode, batch.seq_lens.shape[0])
         if in_capture:
-            self._captured[key] = self._cut(self._planner.geometry(batch, in_capture=True))
-        if key not in self._captured:
-            buckets = sorted(bs for mode, bs in self._captured if mode is batch.forward_mode)
-            raise CapacityError(rejected("bs", key[1], f"captured {key[0].name} buckets {buckets}"))
-        self.forward_metadata = self._captured[key]
+            self._buckets.capture(self._planner.geometry(batch, in_capture=True))
+        metadata = self._buckets.find(batch.forward_mode, batch.seq_lens.shape[0])
+        check_stride(batch, metadata.geometry)
+        self.forward_metadata = metadata
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """Fill the chosen metadata in place."""
-        if batch.forward_mode.is_idle():
-            return
+        if not batch.forward_mode.is_idle():
+            self._fill(batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate the buffers that captured graphs read slices of."""
+        self._buckets.allocate(max_bs, max_num_tokens)
+
+    def _fill(self, batch: ForwardBatch) -> None:
         metadata = self._planned(batch)
         bs = metadata.geometry.bs
         self._writer.fill(
@@ -140,39 +141,6 @@ class PagedBackend(AttentionBackend):
             query_lens=query_lens(batch)[:bs] if metadata.geometry.is_ragged else None,
             out_cache_loc=batch.out_cache_loc,
         )
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate, once a phase, the buffers every captured graph reads slices of."""
-        for mode in CAPTURED_MODES:
-            largest = Geometry(
-                forward_mode=mode,
-                bs=max_bs,
-                num_tokens=max_num_tokens,
-                max_q_len=-(-max_num_tokens // max_bs),
-                pads_queries=mode in self.padded_modes,
-            )
-            self._buffers[mode] = self._writer.allocate(largest)
-        self._captured.clear()
-
-    def _cut(self, geometry: Geometry) -> Metadata:
-        if geometry.forward_mode not in self._buffers:
-            modes = [
-                mode.name for mode in self._buffers
-            ] or "none: call init_cuda_graph_state first"
-            raise ContractError(rejected("captured mode", geometry.forward_mode.name, modes))
-        buffers = self._buffers[geometry.forward_mode]
-        for field in ("bs", "num_tokens"):
-            value, limit = getattr(geometry, field), getattr(buffers.geometry, field)
-            if value > limit:
-                accepted = f"<= {limit}, as init_cuda_graph_state was told"
-                raise CapacityError(rejected(field, value, accepted))
-        return buffers.cut(geometry, self._mask(geometry))
-
-    def _mask(self, geometry: Geometry) -> torch.Tensor | None:
-        needed = self.provider.capability.needs_packed_mask and not geometry.is_ragged
-        if not needed or geometry.max_q_len == 1:
-            return None
-        return packed_causal_mask(geometry.bs, geometry.max_q_len, self.device)
 
     def _check(self, batch: ForwardBatch) -> None:
         for field in ("seq_lens", "req_pool_indices", "out_cache_loc"):
@@ -192,7 +160,7 @@ class PagedBackend(AttentionBackend):
         return metadata
 
     def _kernel_query(self, q: torch.Tensor) -> torch.Tensor:
-        """Contiguous, as a slice of a fused projection is not, and FP8 where the kernel wants it."""
+        """Contiguous, which a slice of a fused projection is not; FP8 where the kernel wants it."""
         if self._is_fp8 and self.provider.capability.casts_query_to_kv_dtype:
             q = quantize(q, 1.0, FP8)
         return q.contiguous()

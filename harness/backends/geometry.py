@@ -130,6 +130,20 @@ def draft_extend_stride(batch: ForwardBatch, in_capture: bool) -> int:
     return stride
 
 
+def check_stride(batch: ForwardBatch, captured: Geometry) -> None:
+    """Refuse a draft_extend_v2 that declares another stride than its graph was captured with.
+
+    Raises:
+        ContractError: naming both.
+    """
+    spec = batch.spec_info
+    if not batch.forward_mode.is_draft_extend_v2() or not isinstance(spec, EagleDraftExtendInput):
+        return
+    if spec.num_tokens_per_req not in (0, captured.max_q_len):
+        accepted = f"{captured.max_q_len}, the captured stride"
+        raise ContractError(rejected("num_tokens_per_req", spec.num_tokens_per_req, accepted))
+
+
 def query_lens(batch: ForwardBatch) -> torch.Tensor:
     """[bs] query tokens a request of a ragged phase, on the device.
 

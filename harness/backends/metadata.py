@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -39,24 +39,6 @@ class Metadata:
     unpad_rows: torch.Tensor
     packed_mask: torch.Tensor | None = None
 
-    def cut(self, geometry: Geometry, packed_mask: torch.Tensor | None) -> Metadata:
-        """The leading rows of these buffers, for a smaller batch; storage is shared."""
-        bs, tokens = geometry.bs, geometry.num_tokens
-        swa_table, swa_loc = self.swa_page_table, self.swa_out_cache_loc
-        return replace(
-            self,
-            geometry=geometry,
-            cache_seqlens_int32=self.cache_seqlens_int32[:bs],
-            cu_seqlens_q=self.cu_seqlens_q[: bs + 1],
-            cu_seqlens_k=self.cu_seqlens_k[: bs + 1],
-            page_table=self.page_table[:bs],
-            swa_page_table=None if swa_table is None else swa_table[:bs],
-            swa_out_cache_loc=None if swa_loc is None else swa_loc[:tokens],
-            pad_rows=self.pad_rows[: bs * geometry.max_q_len if geometry.pads_queries else 0],
-            unpad_rows=self.unpad_rows[: tokens if geometry.pads_queries else 0],
-            packed_mask=packed_mask,
-        )
-
 
 def packed_causal_mask(bs: int, q_len: int, device: torch.device | str) -> torch.Tensor:
     """[bs, q_len, 2 * ceil(q_len / 32)] uint16: bit j of row i is set where j <= i."""
@@ -74,18 +56,26 @@ class MetadataWriter:
         page_size: tokens a page.
         width: columns of the page table.
         swa_pool: the pool whose mapping translates pages and write locations, or None.
+        needs_packed_mask: whether the kernel asks for a mask where q_len > 1.
     """
 
     def __init__(
-        self, req_to_token: torch.Tensor, page_size: int, width: int, swa_pool: SWAKVPool | None
+        self,
+        req_to_token: torch.Tensor,
+        *,
+        page_size: int,
+        width: int,
+        swa_pool: SWAKVPool | None,
+        needs_packed_mask: bool,
     ) -> None:
         self._req_to_token = req_to_token
         self._page_size = page_size
         self._swa_pool = swa_pool
+        self._needs_packed_mask = needs_packed_mask
         self._starts = torch.arange(width, device=req_to_token.device) * page_size
         self._columns = self._starts.clamp_max(req_to_token.shape[1] - 1)
 
-    def allocate(self, geometry: Geometry, packed_mask: torch.Tensor | None = None) -> Metadata:
+    def allocate(self, geometry: Geometry) -> Metadata:
         """Metadata with storage of its own."""
         bs, tokens = geometry.bs, geometry.num_tokens
         padded = (bs * geometry.max_q_len, tokens) if geometry.pads_queries else (0, 0)
@@ -107,8 +97,31 @@ class MetadataWriter:
             swa_out_cache_loc=int64(tokens) if self._swa_pool else None,
             pad_rows=int64(padded[0]),
             unpad_rows=int64(padded[1]),
-            packed_mask=packed_mask,
+            packed_mask=self._mask(geometry),
         )
+
+    def cut(self, buffers: Metadata, geometry: Geometry) -> Metadata:
+        """The leading rows of larger metadata, sharing its storage; the mask is its own."""
+        bs, tokens = geometry.bs, geometry.num_tokens
+        padded = (bs * geometry.max_q_len, tokens) if geometry.pads_queries else (0, 0)
+        swa_table, swa_loc = buffers.swa_page_table, buffers.swa_out_cache_loc
+        return Metadata(
+            geometry=geometry,
+            cache_seqlens_int32=buffers.cache_seqlens_int32[:bs],
+            cu_seqlens_q=buffers.cu_seqlens_q[: bs + 1],
+            cu_seqlens_k=buffers.cu_seqlens_k[: bs + 1],
+            page_table=buffers.page_table[:bs],
+            swa_page_table=None if swa_table is None else swa_table[:bs],
+            swa_out_cache_loc=None if swa_loc is None else swa_loc[:tokens],
+            pad_rows=buffers.pad_rows[: padded[0]],
+            unpad_rows=buffers.unpad_rows[: padded[1]],
+            packed_mask=self._mask(geometry),
+        )
+
+    def _mask(self, geometry: Geometry) -> torch.Tensor | None:
+        if not self._needs_packed_mask or geometry.is_ragged or geometry.max_q_len == 1:
+            return None
+        return packed_causal_mask(geometry.bs, geometry.max_q_len, self._req_to_token.device)
 
     def fill(
         self,
@@ -131,8 +144,7 @@ class MetadataWriter:
         geometry = metadata.geometry
         lengths = seq_lens + geometry.kv_offset
         if query_lens is None:
-            step, end = geometry.max_q_len, geometry.bs * geometry.max_q_len
-            ends = torch.arange(step, end + 1, step, device=seq_lens.device)
+            ends = torch.arange(1, geometry.bs + 1, device=seq_lens.device) * geometry.max_q_len
         else:
             ends = query_lens.cumsum(0)
             if geometry.pads_queries:

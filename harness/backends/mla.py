@@ -37,8 +37,9 @@ class TRTLLMMLABackend(PagedBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate metadata buffers, and the custom mask where this backend verifies."""
         super().init_cuda_graph_state(max_bs, max_num_tokens)
-        if self._verifies:
-            entries = max_num_tokens * (self.max_context_len + self.num_draft_tokens)
+        entries = max_num_tokens * (self.max_context_len + self.num_draft_tokens)
+        mask = self.cuda_graph_custom_mask
+        if self._verifies and (mask is None or mask.numel() < entries):
             self.cuda_graph_custom_mask = torch.zeros(entries, dtype=torch.bool, device=self.device)
 
     def get_verify_buffers_to_fill_after_draft(self) -> Sequence[torch.Tensor | None]:

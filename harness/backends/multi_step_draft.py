@@ -63,7 +63,7 @@ class PagedMultiStepDraftBackend(MultiStepDraftBackend):
             backend.init_forward_metadata_in_graph(self._step_batch(batch, step))
 
     def _step_batch(self, batch: ForwardBatch, step: int) -> ForwardBatch:
-        """The batch as step ``step`` sees it: its own write locations, out of the step-major ones."""
+        """The batch as one step sees it: its own write locations, out of the step-major ones."""
         steps, slots = len(self.attn_backends), batch.out_cache_loc
         if batch.forward_mode.is_idle():
             return batch

@@ -15,10 +15,12 @@ class Provider(Protocol):
     Shapes, with bs requests, T packed query tokens and P cache pages:
 
     * ``q`` [T, heads, head_dim], packed request after request, contiguous. Decode calls have
-      T = bs * q_len_per_req, and query j of a request sees ``seq_lens - q_len_per_req + j + 1`` keys.
+      T = bs * q_len_per_req, and query j of a request sees ``seq_lens - q_len_per_req + j + 1``
+      keys.
       Context calls have ragged requests cut by ``cu_seqlens_q``, aligned to the end of the keys.
     * ``k_cache``, ``v_cache`` [P, page_size, kv_heads, head_dim]; MLA: ``kv_cache``
-      [P, page_size, kv_lora_rank + qk_rope_head_dim], whose first kv_lora_rank columns are the value.
+      [P, page_size, kv_lora_rank + qk_rope_head_dim], whose first kv_lora_rank columns are the
+      value.
     * ``block_tables`` [bs, width] int32, ``seq_lens`` [bs] int32 (keys a request in this call),
       ``cu_seqlens_q`` and ``cu_seqlens_k`` [bs + 1] int32.
     * ``packed_mask`` [bs, q_len_per_req, 2 * ceil(q_len_per_req / 32)] uint16, bit j of row i set

@@ -1,4 +1,4 @@
-"""The four kernels as opaque operations ``specgate::…``: one dispatched call each, refusing by value.
+"""The four kernels as opaque operations ``specgate::…``: one dispatched call each.
 
 Registered by hand, because ``custom_op`` imports the compiler: a second at every start.
 """
@@ -21,7 +21,7 @@ def _opaque(value_dim: Callable[..., int]) -> Callable[[Kernel], Kernel]:
     """Register a function as ``specgate::<its name>``, with a shape function beside it.
 
     Args:
-        value_dim: value size of a head, from (v_cache or kv_cache, first argument after the caches).
+        value_dim: value size of a head, from the positional arguments behind the query.
     """
 
     def register(kernel: Kernel) -> Kernel:

@@ -1,4 +1,4 @@
-"""What a strict kernel refuses before launch: from shapes and dtypes here, from values in the op."""
+"""What a strict kernel refuses before launch, from shapes and dtypes; values are checked in it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a strict kernel refuses from the values of its index tensors; read at launch, as a kernel would.
+"""What a strict kernel refuses from the values of its index tensors.
 
-These checks run inside the opaque operation: they hold at every replay of a recorded call and are no
-host reads of the region that records it. A CUDA stream that is being captured cannot be read; there
-the checks are skipped.
+These checks run inside the opaque operation: they hold at every replay of a recorded call and are
+no host reads of the region that records it. A CUDA stream that is being captured cannot be read;
+there the checks are skipped.
 """
 
 from __future__ import annotations
