@@ -23,6 +23,8 @@ def scaled(x: torch.Tensor, seen: torch.Tensor, factor: float) -> torch.Tensor:
 
 @dataclass
 class Pair:
+    """Outputs of a recording."""
+
     left: torch.Tensor
     right: torch.Tensor
 

@@ -1,0 +1,244 @@
+"""A runner answers any batch that fits as its forward would, whatever ran before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fixtures.toy_graph import ToyBackend, toy_batch, toy_forward, toy_pools
+from harness.effects import observe
+from harness.errors import CapacityError, CaptureViolation, ContractError, UsageError
+from harness.graphs.tape import Tape
+from harness.graphs.target_verify import TargetVerifyRunner
+from harness.upstream.batch import ForwardBatch, ForwardMode, LogitsProcessorOutput
+
+VERIFY = ForwardMode.TARGET_VERIFY
+WIDTH = 3
+
+
+def make(**changes: Any) -> TargetVerifyRunner:
+    settings: dict[str, Any] = {
+        "forward": toy_forward,
+        "attn_backend": ToyBackend(fill=2),
+        "new_graph": Tape,
+        "capture_bs": (4, 1, 2),
+        "mode": VERIFY,
+        "num_tokens_per_req": WIDTH,
+        **toy_pools(),
+    }
+    runner = TargetVerifyRunner(**(settings | changes))
+    runner.capture()
+    return runner
+
+
+def verify(*seq_lens: int, **changes: Any) -> ForwardBatch:
+    return toy_batch(VERIFY, seq_lens, [WIDTH] * len(seq_lens), **changes)
+
+
+def spelled(batch: ForwardBatch, width: int = WIDTH) -> list[list[float]]:
+    """The logits the toy forward owes a batch."""
+    rows = []
+    for t, (token, position, slot) in enumerate(
+        zip(batch.input_ids, batch.positions, batch.out_cache_loc, strict=True)
+    ):
+        lens, row = batch.seq_lens[t // width], batch.req_pool_indices[t // width]
+        rows.append([float(x) for x in (token, position, slot, lens, row)])
+    return rows
+
+
+def poison(runner: TargetVerifyRunner) -> None:
+    for buffer in runner.buffers.values():
+        buffer.fill_(99)
+
+
+def test_capture_follows_the_contract_and_takes_the_largest_bucket_first() -> None:
+    runner = make()
+    one = ["warm"]
+    expected = ["state 4 12"]
+    for bucket in (4, 2, 1):
+        expected += [f"capture {bucket}", f"in graph {bucket}", *one, f"in graph {bucket}"]
+    assert runner.attn_backend.log == expected
+    assert sorted(runner.graphs) == sorted(runner.captured_outputs) == [1, 2, 4]
+
+
+def test_growing_and_shrinking_batches_answer_exactly() -> None:
+    runner = make()
+    for seq_lens in [(5, 9, 7, 3), (6,), (2, 8, 4), (11, 1)]:
+        batch = verify(*seq_lens)
+        poison(runner)
+        assert runner.replay(batch).next_token_logits.tolist() == spelled(batch)
+
+
+def test_every_padded_element_holds_its_declared_pad_after_a_larger_batch() -> None:
+    runner = make()
+    runner.replay(verify(5, 9, 7, 3))
+    batch = verify(6, 2, 4)
+    poison(runner)
+    runner.replay(batch)
+    buffers = runner.buffers
+    assert runner.pads == {
+        "req_pool_indices": 0,
+        "seq_lens": 2,
+        "positions": 0,
+        "out_cache_loc": 0,
+        "input_ids": 0,
+    }
+    assert buffers["seq_lens"].tolist() == [6, 2, 4, 2]
+    assert buffers["req_pool_indices"].tolist() == [3, 2, 1, 0]
+    for name in ("positions", "out_cache_loc", "input_ids"):
+        assert buffers[name].tolist() == [*getattr(batch, name).tolist(), 0, 0, 0]
+    padding = runner.padding(batch)
+    assert {name: part.numel() for name, part in padding.items()} == {
+        "req_pool_indices": 1,
+        "seq_lens": 1,
+        "positions": 3,
+        "out_cache_loc": 3,
+        "input_ids": 3,
+    }
+    assert all((part == runner.pads[name]).all() for name, part in padding.items())
+
+
+def test_padding_behind_the_bucket_is_reset_too() -> None:
+    runner = make()
+    poison(runner)
+    runner.replay(verify(6))
+    assert runner.buffers["seq_lens"].tolist() == [6, 2, 2, 2]
+
+
+@pytest.mark.parametrize(("bs", "bucket"), [(1, 1), (2, 2), (3, 4), (4, 4)])
+def test_the_smallest_bucket_that_holds_the_batch_is_chosen(bs: int, bucket: int) -> None:
+    runner = make()
+    assert runner.bucket(bs) == bucket
+    runner.replay(verify(*range(3, 3 + bs)))
+    assert runner.attn_backend.plans[-1].batch_size == bucket
+
+
+def test_outputs_are_copies_that_outlive_the_next_replay() -> None:
+    runner = make()
+    first, second = verify(5, 9), verify(6, 2)
+    output = runner.replay(first)
+    hidden = output.hidden_states.clone()
+    runner.replay(second)
+    assert output.next_token_logits.tolist() == spelled(first)
+    assert torch.equal(output.hidden_states, hidden)
+
+
+def test_addresses_never_change() -> None:
+    runner = make()
+    addresses = {name: buffer.data_ptr() for name, buffer in runner.buffers.items()}
+    runner.replay(verify(5, 9, 7))
+    assert {name: buffer.data_ptr() for name, buffer in runner.buffers.items()} == addresses
+
+
+def test_a_replay_reads_nothing_on_the_host() -> None:
+    runner, batch = make(), verify(5, 9, 7)
+    with observe() as effects:
+        runner.replay(batch)
+    assert effects.host_reads == []
+
+
+def test_prepare_runs_before_the_draft_tokens_are_known() -> None:
+    runner = make()
+    batch = verify(5, 9, 7)
+    unknown = torch.zeros(1, dtype=torch.int32)
+    runner.prepare(batch.with_changes(input_ids=unknown))
+    assert runner.attn_backend.log[-1] == "plan 4"
+    assert runner.run(batch).next_token_logits.tolist() == spelled(batch)
+    assert runner.attn_backend.log[-1] == "plan 4"
+
+
+def test_run_wants_its_own_prepare() -> None:
+    runner = make()
+    batch = verify(5, 9, 7)
+    with pytest.raises(ContractError, match="run follows prepare"):
+        runner.run(batch)
+    runner.prepare(verify(1, 2))
+    with pytest.raises(ContractError, match="run follows prepare"):
+        runner.run(batch)
+    runner.replay(batch)
+    with pytest.raises(ContractError, match="run follows prepare"):
+        runner.run(batch)
+
+
+def test_host_mirrors_are_padded_where_they_are_carried_and_not_missed_where_not() -> None:
+    runner = make()
+    runner.replay(verify(5, 9, 7))
+    assert runner.attn_backend.plans[-1].seq_lens_cpu is None
+    lens = torch.tensor([5, 9, 7])
+    batch = verify(5, 9, 7, seq_lens_cpu=lens, seq_lens_sum=21, extend_seq_lens_cpu=[3, 3, 3])
+    runner.replay(batch)
+    planned = runner.attn_backend.plans[-1]
+    assert planned.seq_lens_cpu is not None
+    assert planned.seq_lens_cpu.tolist() == [5, 9, 7, 2]
+    assert planned.seq_lens_sum == int(runner.buffers["seq_lens"].sum()) == 23
+    assert planned.extend_seq_lens_cpu == [3, 3, 3, 1]
+    assert (batch.seq_lens_sum, batch.extend_seq_lens_cpu) == (21, [3, 3, 3])
+
+
+def test_a_backend_that_reads_host_lengths_has_them_at_capture() -> None:
+    backend = ToyBackend(fill=2)
+    backend.needs_cpu_seq_lens = True
+    make(attn_backend=backend)
+    first = backend.plans[0]
+    assert first.seq_lens_cpu is not None
+    assert (first.seq_lens_cpu.tolist(), first.seq_lens_sum) == ([2, 2, 2, 2], 8)
+
+
+def test_plain_decode_is_the_same_runner_one_token_wide() -> None:
+    runner = make(mode=ForwardMode.DECODE, num_tokens_per_req=1)
+    batch = toy_batch(ForwardMode.DECODE, [4, 8, 6], [1, 1, 1])
+    assert runner.replay(batch).next_token_logits.tolist() == spelled(batch, 1)
+    assert runner.attn_backend.log[0] == "state 4 4"
+
+
+def test_what_cannot_be_recorded_is_refused_at_capture() -> None:
+    def reads(batch: ForwardBatch) -> LogitsProcessorOutput:
+        assert batch.seq_lens.max() < 100
+        return toy_forward(batch)
+
+    with pytest.raises(CaptureViolation, match=r"test_runners\.py"):
+        make(forward=reads)
+
+
+def test_a_forward_that_bumps_its_input_is_named_at_capture() -> None:
+    def bumps(batch: ForwardBatch) -> LogitsProcessorOutput:
+        batch.seq_lens.add_(1)
+        return toy_forward(batch)
+
+    with pytest.raises(ContractError, match=r"changed its static inputs \['seq_lens'\]"):
+        make(forward=bumps)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"capture_bs": ()},
+        {"capture_bs": (0, 2)},
+        {"capture_bs": (2, 1, 2)},
+        {"num_tokens_per_req": 0},
+        {"mode": ForwardMode.EXTEND},
+    ],
+    ids=lambda changes: " ".join(map(str, changes)),
+)
+def test_impossible_settings_are_named(changes: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(changes))):
+        make(**changes)
+
+
+def test_a_runner_captures_once_and_before_it_replays() -> None:
+    runner = make()
+    with pytest.raises(ContractError, match="captures once"):
+        runner.capture()
+    runner.graphs.clear()
+    with pytest.raises(ContractError, match="after its capture"):
+        runner.replay(verify(3))
+
+
+def test_a_batch_larger_than_every_bucket_names_both() -> None:
+    runner = make()
+    batch = verify(1, 2, 3, 4, 5)
+    assert not runner.can_run(batch)
+    with pytest.raises(CapacityError, match=r"batch_size = 5 .*\(1, 2, 4\)"):
+        runner.replay(batch)

@@ -1,0 +1,95 @@
+"""A draft graph keeps each step's and each request's row in its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fixtures.toy_graph import HIDDEN, ToyDraftBackend, toy_draft, toy_draft_batch, toy_pools
+from harness.errors import ContractError, UsageError
+from harness.graphs.draft import DraftRunner
+from harness.graphs.tape import Tape
+
+STEPS = 4
+
+
+def drafter(**changes: Any) -> DraftRunner:
+    settings: dict[str, Any] = {
+        "forward": toy_draft,
+        "attn_backend": ToyDraftBackend(STEPS),
+        "new_graph": Tape,
+        "capture_bs": (1, 4),
+        "hidden_size": HIDDEN,
+        **toy_pools(),
+    }
+    runner = DraftRunner(**(settings | changes))
+    runner.capture()
+    return runner
+
+
+def test_every_step_of_a_padded_draft_has_its_own_cache_slots() -> None:
+    runner = drafter()
+    runner.replay(toy_draft_batch([9, 8, 7, 6], STEPS))
+    for buffer in runner.buffers.values():
+        buffer.fill_(99)
+    batch = toy_draft_batch([5, 3, 8], STEPS)
+    output = runner.replay(batch)
+    assert output.draft_tokens.tolist() == [[5, 6, 7, 8], [12, 13, 14, 15], [19, 20, 21, 22]]
+    assert output.next_token_logits.tolist() == [
+        [[5, 10, 3], [6, 20, 3], [7, 30, 3]],
+        [[3, 11, 2], [4, 21, 2], [5, 31, 2]],
+        [[8, 12, 1], [9, 22, 1], [10, 32, 1]],
+    ]
+    assert output.hidden_states[1].tolist() == [[2.5, 3.5], [3.5, 4.5], [4.5, 5.5]]
+    slots = runner.buffers["out_cache_loc"].tolist()
+    assert slots == [10, 11, 12, 0, 20, 21, 22, 0, 30, 31, 32, 0]
+    padding = runner.padding(batch)
+    assert {name: part.numel() for name, part in padding.items()} == {
+        "req_pool_indices": 1,
+        "seq_lens": 1,
+        "out_cache_loc": 3,
+        "topk_index": 1,
+        "topk_p": 1,
+        "hidden_states": HIDDEN,
+    }
+    assert all((part == runner.pads[name]).all() for name, part in padding.items())
+
+
+def test_a_draft_in_a_smaller_bucket_packs_its_steps_tightly() -> None:
+    runner = drafter()
+    for buffer in runner.buffers.values():
+        buffer.fill_(99)
+    output = runner.replay(toy_draft_batch([5], STEPS))
+    assert output.next_token_logits[0, :, 1].tolist() == [10, 20, 30]
+    assert runner.buffers["out_cache_loc"].tolist() == [10, 20, 30] + [0] * 9
+
+
+def test_draft_outputs_outlive_the_next_replay_and_no_length_leaks() -> None:
+    runner = drafter()
+    output = runner.replay(toy_draft_batch([5, 3], STEPS))
+    tokens = output.draft_tokens.tolist()
+    again = runner.replay(toy_draft_batch([8, 4], STEPS))
+    assert output.draft_tokens.tolist() == tokens
+    assert again.next_token_logits[:, 0, 0].tolist() == [8, 4]
+    assert runner.buffers["seq_lens"].tolist() == [8, 4, 1, 1]
+
+
+def test_a_draft_counts_a_token_a_step() -> None:
+    runner = drafter(num_tokens_per_req=STEPS - 1)
+    assert runner.attn_backend.log[0] == "state 4 12"
+    with pytest.raises(UsageError, match="num_tokens_per_req = 1"):
+        drafter(num_tokens_per_req=1)
+
+
+def test_another_draft_than_captured_is_refused() -> None:
+    runner, batch = drafter(), toy_draft_batch([5, 3], STEPS)
+    others = {
+        "num_steps = 5": toy_draft_batch([5, 3], STEPS + 1),
+        "query tokens = 4": batch.with_changes(out_cache_loc=batch.out_cache_loc[:4]),
+        "spec_info = 'NoneType'": batch.with_changes(spec_info=None),
+    }
+    for message, other in others.items():
+        assert not runner.can_run(other)
+        with pytest.raises(ContractError, match=message):
+            runner.replay(other)

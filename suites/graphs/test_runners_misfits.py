@@ -1,0 +1,106 @@
+"""A batch of another shape than was captured is refused with the field that is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fixtures.toy_graph import ToyBackend, toy_batch, toy_forward, toy_pools
+from harness.errors import CapacityError, ContractError
+from harness.graphs.tape import Tape
+from harness.graphs.target_verify import TargetVerifyRunner
+from harness.upstream.batch import EagleVerifyInput, ForwardMode
+
+VERIFY = ForwardMode.TARGET_VERIFY
+IDS = torch.arange(6)
+
+SHAPE: dict[str, dict[str, Any]] = {
+    "forward_mode": {"forward_mode": ForwardMode.EXTEND},
+    "batch_size": {"batch_size": 0},
+    "query tokens": {"out_cache_loc": torch.arange(4)},
+    "spec_info": {"spec_info": None},
+    "draft_token_num": {"spec_info": EagleVerifyInput(IDS, 2)},
+}
+CONTENT: dict[str, dict[str, Any]] = {
+    "seq_lens.dtype": {"seq_lens": torch.tensor([5, 9], dtype=torch.int32)},
+    "seq_lens.shape": {"seq_lens": torch.tensor([5, 9, 7])},
+    "req_pool_indices.dtype": {"req_pool_indices": torch.tensor([5, 9], dtype=torch.int32)},
+    "positions.shape": {"positions": torch.arange(5)},
+    "input_ids.shape": {"input_ids": torch.arange(12).view(6, 2)},
+    "out_cache_loc.dtype": {"out_cache_loc": torch.arange(6, dtype=torch.int32)},
+}
+
+
+def make(mask_size: int = 0) -> TargetVerifyRunner:
+    runner = TargetVerifyRunner(
+        forward=toy_forward,
+        attn_backend=ToyBackend(mask_size=mask_size),
+        new_graph=Tape,
+        capture_bs=(2, 4),
+        mode=VERIFY,
+        num_tokens_per_req=3,
+        **toy_pools(),
+    )
+    runner.capture()
+    return runner
+
+
+@pytest.mark.parametrize("field", SHAPE)
+def test_another_shape_cannot_run(field: str) -> None:
+    runner, batch = make(), toy_batch(VERIFY, [5, 9], [3, 3])
+    assert runner.can_run(batch)
+    other = batch.with_changes(**SHAPE[field])
+    assert not runner.can_run(other)
+    with pytest.raises(ContractError, match=rf"^{field} = "):
+        runner.replay(other)
+
+
+@pytest.mark.parametrize("field", CONTENT)
+def test_another_dtype_or_length_of_one_tensor_is_named(field: str) -> None:
+    batch = toy_batch(VERIFY, [5, 9], [3, 3]).with_changes(**CONTENT[field])
+    with pytest.raises(ContractError, match=rf"^{field} = "):
+        make().replay(batch)
+
+
+def test_a_missing_tensor_is_named() -> None:
+    batch = toy_batch(VERIFY, [5, 9], [3, 3], positions=None)
+    with pytest.raises(ContractError, match=r"^positions = None"):
+        make().replay(batch)
+
+
+def masked(mask: torch.Tensor | None) -> EagleVerifyInput:
+    return EagleVerifyInput(IDS, 3, mask)
+
+
+def seen(runner: TargetVerifyRunner, mask: torch.Tensor | None) -> list[float]:
+    batch = toy_batch(VERIFY, [5, 9], [3, 3], spec_info=masked(mask))
+    return runner.replay(batch).next_token_logits[:, 5].tolist()
+
+
+def test_a_mask_is_copied_into_the_backends_buffer_and_padded_with_true() -> None:
+    runner = make(mask_size=15)
+    buffer = runner.attn_backend.get_verify_buffers_to_fill_after_draft()[0]
+    assert buffer is not None
+    assert runner.buffers["custom_mask"] is buffer
+    assert buffer.all()
+    buffer.zero_()
+    assert seen(runner, torch.tensor([True, False, False, True, False, True])) == [1, 0, 0, 1, 0, 1]
+    assert buffer.tolist() == [True, False, False, True, False, True] + [True] * 9
+
+
+def test_a_mask_written_in_place_is_left_as_it_is() -> None:
+    runner = make(mask_size=15)
+    buffer = runner.buffers["custom_mask"]
+    buffer.copy_(torch.tensor([0, 1, 1, 0, 1] + [0] * 10))
+    assert seen(runner, None) == [0, 1, 1, 0, 1, 0]
+    assert not buffer[6:].any()
+    assert "custom_mask" not in runner.padding(toy_batch(VERIFY, [5, 9], [3, 3]))
+    assert seen(runner, buffer[:6]) == [0, 1, 1, 0, 1, 0]
+    assert buffer[6:].all()
+
+
+def test_a_mask_longer_than_its_buffer_does_not_fit() -> None:
+    with pytest.raises(CapacityError, match=r"len\(custom_mask\) = 16 .* at most 15"):
+        seen(make(mask_size=15), torch.ones(16, dtype=torch.bool))
