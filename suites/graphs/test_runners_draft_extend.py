@@ -21,12 +21,13 @@ from harness.upstream.batch import (
 
 V1, V2 = ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2
 WIDTH = 5
+FACTORS = torch.tensor([1.0, 2.3, 3.7, 0.9, 1.7])
 
 
 def uneven(batch: ForwardBatch) -> LogitsProcessorOutput:
     """The toy forward with logits so small that each row has another top-k."""
     output = toy_forward(batch)
-    logits = (output.next_token_logits * torch.arange(1, 6)).sin()
+    logits = (output.next_token_logits * FACTORS).sin()
     return replace(output, next_token_logits=logits)
 
 
