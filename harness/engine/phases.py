@@ -47,8 +47,8 @@ class Runner(Protocol[T_co]):
         """Whether a captured batch size holds this batch."""
         ...
 
-    def graph_bs(self, batch: ForwardBatch) -> int:
-        """The captured batch size that serves it."""
+    def bucket(self, bs: int) -> int:
+        """The captured batch size that serves so many requests."""
         ...
 
     def prepare(self, batch: ForwardBatch) -> None:
@@ -94,7 +94,7 @@ class GraphPhase(Generic[T]):
 
     def graph_bs(self, batch: ForwardBatch) -> int | None:
         """The runner's bucket."""
-        return self.runner.graph_bs(batch) if self._replays(batch) else None
+        return self.runner.bucket(batch.batch_size) if self._replays(batch) else None
 
     def prepare(self, batch: ForwardBatch) -> None:
         """Plan with whoever will run."""

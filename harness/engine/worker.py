@@ -100,7 +100,7 @@ class EagleWorker:
         return streams.main(
             "verify and extend",
             lambda: self._verify_and_extend(batch, state),
-            reads=("chain", "verify batch", "verify metadata", now),
+            reads=("chain", "verify batch", "verify metadata", "req_to_token", now),
             writes=(then,),
         )
 
@@ -108,16 +108,14 @@ class EagleWorker:
         """A verify whose chain is still to be written."""
         width = self._speculation.num_draft_tokens
         chain = torch.zeros(state.bs * width, dtype=torch.int64, device=self._target.device)
-        mask, positions = self._verify_backend.get_verify_buffers_to_fill_after_draft()
-        batch = self._target.uniform(
-            ForwardMode.TARGET_VERIFY,
-            state,
-            chain,
-            width,
-            spec_info=EagleVerifyInput(chain, width, mask),
-        )
-        if positions is not None:
-            batch.positions = positions[: state.bs * width].copy_(batch.positions)
+        spec = EagleVerifyInput(chain, width)
+        batch = self._target.uniform(ForwardMode.TARGET_VERIFY, state, chain, width, spec_info=spec)
+        # Eager kernels are causal by themselves; a graph reads whatever its backend allocated.
+        if self._phases.target_verify.graph_bs(batch) is not None:
+            buffers = self._verify_backend.get_verify_buffers_to_fill_after_draft()
+            spec.custom_mask, positions = buffers
+            if positions is not None:
+                batch.positions = positions[: state.bs * width].copy_(batch.positions)
         return batch
 
     def _drafts(self, state: State) -> torch.Tensor:
