@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from fixtures.toy_graph import HIDDEN, ToyDraftBackend, toy_draft, toy_draft_batch, toy_pools
+from fixtures.toy_graph import (
+    HIDDEN,
+    ToyDraftBackend,
+    shares_memory,
+    toy_draft,
+    toy_draft_batch,
+    toy_pools,
+)
 from harness.errors import ContractError, UsageError
 from harness.graphs.draft import DraftRunner
 from harness.graphs.tape import Tape
@@ -71,6 +78,7 @@ def test_draft_outputs_outlive_the_next_replay_and_no_length_leaks() -> None:
     tokens = output.draft_tokens.tolist()
     again = runner.replay(toy_draft_batch([8, 4], STEPS))
     assert output.draft_tokens.tolist() == tokens
+    assert not shares_memory(output, runner.captured_outputs[4])
     assert again.next_token_logits[:, 0, 0].tolist() == [8, 4]
     assert runner.buffers["seq_lens"].tolist() == [8, 4, 1, 1]
 

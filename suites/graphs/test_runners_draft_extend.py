@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fixtures.toy_graph import HIDDEN, ToyBackend, toy_batch, toy_forward, toy_pools
+from fixtures.toy_graph import HIDDEN, ToyBackend, shares_memory, toy_batch, toy_forward, toy_pools
 from harness.errors import ContractError
 from harness.graphs.draft_extend import DraftExtendRunner, UnoptimizedDraftExtendRunner
 from harness.graphs.tape import Tape
@@ -111,6 +111,7 @@ def test_v1_topk_outlives_the_next_replay() -> None:
     assert not torch.equal(other.topk_p, p)
     assert torch.equal(output.topk_index, index)
     assert torch.equal(output.topk_p, p)
+    assert not shares_memory(output, runner.captured_outputs[2])
 
 
 def test_v2_keeps_uniform_rows_and_computes_no_topk() -> None:

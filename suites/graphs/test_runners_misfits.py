@@ -1,4 +1,4 @@
-"""A batch of another shape than was captured is refused with the field that is wrong."""
+"""What a runner cannot serve is refused in words that name the field that is wrong."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ import pytest
 import torch
 
 from fixtures.toy_graph import ToyBackend, toy_batch, toy_forward, toy_pools
-from harness.errors import CapacityError, ContractError
+from harness.errors import CapacityError, CaptureViolation, ContractError, UsageError
 from harness.graphs.tape import Tape
 from harness.graphs.target_verify import TargetVerifyRunner
-from harness.upstream.batch import EagleVerifyInput, ForwardMode
+from harness.upstream.batch import (
+    EagleVerifyInput,
+    ForwardBatch,
+    ForwardMode,
+    LogitsProcessorOutput,
+)
 
 VERIFY = ForwardMode.TARGET_VERIFY
 IDS = torch.arange(6)
@@ -33,23 +38,28 @@ CONTENT: dict[str, dict[str, Any]] = {
 }
 
 
-def make(mask_size: int = 0) -> TargetVerifyRunner:
-    runner = TargetVerifyRunner(
-        forward=toy_forward,
-        attn_backend=ToyBackend(mask_size=mask_size),
-        new_graph=Tape,
-        capture_bs=(2, 4),
-        mode=VERIFY,
-        num_tokens_per_req=3,
+def make(mask_size: int = 0, **changes: Any) -> TargetVerifyRunner:
+    settings: dict[str, Any] = {
+        "forward": toy_forward,
+        "attn_backend": ToyBackend(mask_size=mask_size),
+        "new_graph": Tape,
+        "capture_bs": (2, 4),
+        "mode": VERIFY,
+        "num_tokens_per_req": 3,
         **toy_pools(),
-    )
+    }
+    runner = TargetVerifyRunner(**(settings | changes))
     runner.capture()
     return runner
 
 
+def verify(*seq_lens: int) -> ForwardBatch:
+    return toy_batch(VERIFY, seq_lens, [3] * len(seq_lens))
+
+
 @pytest.mark.parametrize("field", SHAPE)
 def test_another_shape_cannot_run(field: str) -> None:
-    runner, batch = make(), toy_batch(VERIFY, [5, 9], [3, 3])
+    runner, batch = make(), verify(5, 9)
     assert runner.can_run(batch)
     other = batch.with_changes(**SHAPE[field])
     assert not runner.can_run(other)
@@ -59,7 +69,7 @@ def test_another_shape_cannot_run(field: str) -> None:
 
 @pytest.mark.parametrize("field", CONTENT)
 def test_another_dtype_or_length_of_one_tensor_is_named(field: str) -> None:
-    batch = toy_batch(VERIFY, [5, 9], [3, 3]).with_changes(**CONTENT[field])
+    batch = verify(5, 9).with_changes(**CONTENT[field])
     with pytest.raises(ContractError, match=rf"^{field} = "):
         make().replay(batch)
 
@@ -96,7 +106,7 @@ def test_a_mask_written_in_place_is_left_as_it_is() -> None:
     buffer.copy_(torch.tensor([0, 1, 1, 0, 1] + [0] * 10))
     assert seen(runner, None) == [0, 1, 1, 0, 1, 0]
     assert not buffer[6:].any()
-    assert "custom_mask" not in runner.padding(toy_batch(VERIFY, [5, 9], [3, 3]))
+    assert "custom_mask" not in runner.padding(verify(5, 9))
     assert seen(runner, buffer[:6]) == [0, 1, 1, 0, 1, 0]
     assert buffer[6:].all()
 
@@ -104,3 +114,67 @@ def test_a_mask_written_in_place_is_left_as_it_is() -> None:
 def test_a_mask_longer_than_its_buffer_does_not_fit() -> None:
     with pytest.raises(CapacityError, match=r"len\(custom_mask\) = 16 .* at most 15"):
         seen(make(mask_size=15), torch.ones(16, dtype=torch.bool))
+
+
+def test_run_wants_its_own_prepare() -> None:
+    runner = make()
+    batch = verify(5, 9, 7)
+    with pytest.raises(ContractError, match="run follows prepare"):
+        runner.run(batch)
+    runner.prepare(verify(1, 2))
+    with pytest.raises(ContractError, match="run follows prepare"):
+        runner.run(batch)
+    runner.replay(batch)
+    with pytest.raises(ContractError, match="run follows prepare"):
+        runner.run(batch)
+
+
+def test_what_cannot_be_recorded_is_refused_at_capture() -> None:
+    def reads(batch: ForwardBatch) -> LogitsProcessorOutput:
+        assert batch.seq_lens.max() < 100
+        return toy_forward(batch)
+
+    with pytest.raises(CaptureViolation, match=r"test_runners_misfits\.py"):
+        make(forward=reads)
+
+
+def test_a_forward_that_bumps_its_input_is_named_at_capture() -> None:
+    def bumps(batch: ForwardBatch) -> LogitsProcessorOutput:
+        batch.seq_lens.add_(1)
+        return toy_forward(batch)
+
+    with pytest.raises(ContractError, match=r"changed its static inputs \['seq_lens'\]"):
+        make(forward=bumps)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"capture_bs": ()},
+        {"capture_bs": (0, 2)},
+        {"capture_bs": (2, 1, 2)},
+        {"num_tokens_per_req": 0},
+        {"mode": ForwardMode.EXTEND},
+    ],
+    ids=lambda changes: " ".join(map(str, changes)),
+)
+def test_impossible_settings_are_named(changes: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(changes))):
+        make(**changes)
+
+
+def test_a_runner_captures_once_and_before_it_replays() -> None:
+    runner = make()
+    with pytest.raises(ContractError, match="captures once"):
+        runner.capture()
+    runner.graphs.clear()
+    with pytest.raises(ContractError, match="after its capture"):
+        runner.replay(verify(3))
+
+
+def test_a_batch_larger_than_every_bucket_names_both() -> None:
+    runner = make()
+    batch = verify(1, 2, 3, 4, 5)
+    assert not runner.can_run(batch)
+    with pytest.raises(CapacityError, match=r"batch_size = 5 .*\(2, 4\)"):
+        runner.replay(batch)
