@@ -1,0 +1,124 @@
+"""Accepting a chain is the longest prefix the target agrees with, whatever else is in the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.engine.acceptance import (
+    build_chain,
+    fill_full_mask,
+    last_ragged_rows,
+    last_uniform_rows,
+    verify_greedy,
+)
+from harness.errors import CapacityError, ContractError, UsageError
+
+VOCAB = 10
+# chain; what the target says behind each of its tokens; accept length; next bonus
+VERDICTS = {
+    "nothing accepted": ([7, 1, 2, 3], [9, 1, 2, 3], 1, 9),
+    "everything accepted": ([7, 1, 2, 3], [1, 2, 3, 8], 4, 8),
+    "a match behind a mismatch does not count": ([7, 1, 2, 3], [1, 5, 3, 4], 2, 5),
+    "only the last draft rejected": ([7, 1, 2, 3], [1, 2, 4, 6], 3, 4),
+    "the bonus token itself is never compared": ([7, 7, 7, 7], [0, 7, 7, 7], 1, 0),
+    "token 0 is a token": ([0, 0, 0, 0], [0, 0, 5, 0], 3, 5),
+}
+
+
+def logits_for(choices: list[list[int]]) -> torch.Tensor:
+    """Rows whose argmax is given; everything else is negative and uneven."""
+    flat = torch.tensor(choices).flatten()
+    noise = -1 - torch.arange(len(flat) * VOCAB).view(-1, VOCAB) % 3
+    return noise.float().scatter(1, flat[:, None], 0.5)
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_one_chain(name: str) -> None:
+    chain, choices, length, bonus = VERDICTS[name]
+    verdict = verify_greedy(torch.tensor([chain]), logits_for([choices]))
+    assert verdict.accept_lens.tolist() == [length]
+    assert verdict.accept_lens.dtype == torch.int32
+    assert verdict.predicted.tolist() == [choices]
+    assert verdict.emitted.tolist() == [[i < length for i in range(4)]]
+    assert verdict.bonus.tolist() == [bonus]
+
+
+def test_a_batch_is_its_chains() -> None:
+    chains, choices, lengths, bonuses = zip(*VERDICTS.values(), strict=True)
+    verdict = verify_greedy(torch.tensor(chains), logits_for(list(choices)))
+    assert verdict.accept_lens.tolist() == list(lengths)
+    assert verdict.bonus.tolist() == list(bonuses)
+
+
+def test_no_chain_at_all() -> None:
+    verdict = verify_greedy(torch.zeros(0, 4, dtype=torch.int64), torch.zeros(0, VOCAB))
+    assert verdict.accept_lens.shape == (0,)
+    assert verdict.bonus.shape == (0,)
+
+
+def test_a_chain_is_the_bonus_and_the_first_drafts() -> None:
+    bonus, drafts = torch.tensor([4, 6]), torch.tensor([[1, 2, 3], [7, 8, 9]])
+    assert build_chain(bonus, drafts, 4).tolist() == [[4, 1, 2, 3], [6, 7, 8, 9]]
+    assert build_chain(bonus, drafts, 2).tolist() == [[4, 1], [6, 7]]
+    with pytest.raises(UsageError, match=r"num_draft_tokens = 5 .* 1 … 4"):
+        build_chain(bonus, drafts, 5)
+
+
+def test_the_mask_by_hand() -> None:
+    """Two requests with 2 and 0 committed tokens and chains of 3; x is seen, . is not."""
+    rows = "xxx.. xxxx. xxxxx" + " x.. xx. xxx"
+    expected = [cell == "x" for cell in rows.replace(" ", "")]
+    buffer = torch.zeros(30, dtype=torch.bool)
+    fill_full_mask(buffer, torch.tensor([2, 0]), 3)
+    assert buffer[:24].tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("before", [False, True], ids=["over_false", "over_true"])
+def test_the_mask_is_written_in_place_and_nothing_behind_it(
+    dtype: torch.dtype, before: bool
+) -> None:
+    seq_lens, width = [5, 1, 0, 16, 3], 4
+    cells = [
+        column <= n + row for n in seq_lens for row in range(width) for column in range(n + width)
+    ]
+    buffer = torch.full((len(cells) + 7,), before)
+    address = buffer.data_ptr()
+    fill_full_mask(buffer, torch.tensor(seq_lens, dtype=dtype), width)
+    assert buffer.data_ptr() == address
+    assert buffer.tolist() == cells + [before] * 7
+
+
+def test_a_mask_of_exactly_the_buffer_fits() -> None:
+    buffer = torch.zeros(2 * (3 + 2), dtype=torch.bool)
+    fill_full_mask(buffer, torch.tensor([3]), 2)
+    assert buffer.tolist() == [True] * 4 + [False] + [True] * 5
+
+
+def test_an_empty_batch_leaves_the_mask_alone() -> None:
+    buffer = torch.ones(3, dtype=torch.bool)
+    fill_full_mask(buffer, torch.zeros(0, dtype=torch.int64), 4)
+    assert buffer.all()
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "message"),
+    [
+        (torch.zeros(64, dtype=torch.uint8), ContractError, "torch.uint8"),
+        (torch.zeros(8, 8, dtype=torch.bool), ContractError, "2 dimensions"),
+        (torch.zeros(17, dtype=torch.bool), CapacityError, "mask elements = 17 .* at least 18"),
+    ],
+    ids=["dtype", "shape", "size"],
+)
+def test_a_wrong_buffer_is_refused(
+    mask: torch.Tensor, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        fill_full_mask(mask, torch.tensor([1, 2]), 3)
+
+
+def test_the_row_of_each_requests_last_token() -> None:
+    lens = torch.tensor([2, 4, 1], dtype=torch.int32)
+    assert last_uniform_rows(lens, 4).tolist() == [1, 7, 8]
+    assert last_ragged_rows(lens).tolist() == [1, 5, 6]

@@ -1,0 +1,36 @@
+"""Lengths reach the host only where a backend reads them, and under overlap they run ahead."""
+
+from __future__ import annotations
+
+import pytest
+
+from fixtures.toy_rounds import WIDTH, run, standings
+
+BOTH = pytest.mark.parametrize("version", [1, 2], ids=["draft_extend_v1", "draft_extend_v2"])
+
+
+@BOTH
+def test_hosts_know_no_lengths_where_nobody_reads_them(version: int) -> None:
+    rig, _ = run(version)
+    assert all(f.batch.seq_lens_cpu is f.batch.seq_lens_sum is None for f in rig.trace)
+
+
+@BOTH
+def test_host_lengths_are_the_devices_where_somebody_reads_them(version: int) -> None:
+    rig, _ = run(version, needs_cpu=True)
+    for forward in rig.trace:
+        assert forward.batch.seq_lens_cpu is not None
+        assert forward.batch.seq_lens_cpu.tolist() == forward.batch.seq_lens.tolist()
+        assert forward.batch.seq_lens_sum == int(forward.batch.seq_lens.sum())
+
+
+def test_host_lengths_run_ahead_under_overlap() -> None:
+    rig, requests = run(2, overlap=True, needs_cpu=True)
+    for number, forward in enumerate(rig.trace.of("target_verify")):
+        lengths = (
+            [s.accepted for s in standings(rig, requests, number - 1)] if number else [WIDTH] * 3
+        )
+        ahead = [WIDTH - n for n in lengths]
+        mirror, device = forward.seq_lens_cpu, forward.seq_lens
+        assert mirror is not None
+        assert (mirror - device).tolist() == ahead

@@ -1,0 +1,45 @@
+"""A draft is prefilled with the target's hidden states and the tokens one further on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fixtures.toy import TARGET
+from fixtures.toy_engine import PROMPTS, bench, speculation
+from fixtures.toy_rounds import STEPS, WIDTH
+from harness.errors import UsageError
+from harness.upstream.batch import EagleDraftExtendInput
+
+
+@pytest.mark.parametrize("chunk_size", [None, 5])
+def test_prefill_in_chunks_and_the_draft_one_token_behind(chunk_size: int | None) -> None:
+    rig = bench(speculation(STEPS, WIDTH), chunk_size=chunk_size)
+    rig.trace.clear()
+    requests = [rig.engine.submit(prompt, 40) for prompt in PROMPTS[:3]]
+    rig.engine.step()
+    size = chunk_size or 12
+    targets, drafts = rig.trace.of("target_extend"), rig.trace.of("draft_prefill")
+    assert len(targets) == len(drafts) == -(-12 // size)
+    for number, (target, draft) in enumerate(zip(targets, drafts, strict=True)):
+        live = [r for r, q in enumerate(requests) if len(q.prompt) > number * size]
+        at = [range(number * size, min(number * size + size, len(PROMPTS[r]))) for r in live]
+        spans = list(zip(live, at, strict=True))
+        for batch, shift in ((target, 0), (draft, 1)):
+            ids = [requests[r].tokens[i + shift] for r, span in spans for i in span]
+            assert batch.input_ids.tolist() == ids
+            assert batch.positions.tolist() == [i for span in at for i in span]
+            assert batch.seq_lens.tolist() == [span.stop for span in at]
+            assert batch.extend_seq_lens_cpu == [len(span) for span in at]
+            assert batch.req_pool_indices.tolist() == live
+        spec = draft.spec_info
+        assert isinstance(spec, EagleDraftExtendInput)
+        assert spec.hidden_states is not None
+        dense = [TARGET.dense(PROMPTS[r]).hidden_states[i.start : i.stop] for r, i in spans]
+        torch.testing.assert_close(spec.hidden_states, torch.cat(dense))
+
+
+@pytest.mark.parametrize("chunk_size", [0, -3])
+def test_a_chunk_has_tokens(chunk_size: int) -> None:
+    with pytest.raises(UsageError, match=f"chunk_size = {chunk_size}"):
+        bench(chunk_size=chunk_size)
