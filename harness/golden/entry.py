@@ -1,0 +1,117 @@
+"""One golden: what it holds, what it was computed from, and how a run may treat it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+ROWS_KEPT = 8
+COLUMNS_KEPT = 128
+
+
+class Workflow(StrEnum):
+    """What a run does with goldens; the values of ``--golden``."""
+
+    VERIFY = "verify"
+    ADD = "add"
+    REWRITE = "rewrite"
+
+
+class Outcome(StrEnum):
+    """What became of one golden in a run."""
+
+    VERIFIED = "verified"
+    ADDED = "added"
+    REWRITTEN = "rewritten"
+
+    @property
+    def is_red(self) -> bool:
+        """Recording never passes: whoever recorded runs again to verify."""
+        return self is not Outcome.VERIFIED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What a golden was computed from; a change of any makes it stale.
+
+    Args:
+        case: digest of the row, or of the prompt and its settings.
+        seed: of the drawn inputs.
+        weights: digest of the weights.
+    """
+
+    case: str
+    seed: int
+    weights: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Golden:
+    """One stored answer.
+
+    Args:
+        identity: what it was computed from.
+        tensors: name -> tensor.
+        facts: name -> anything JSON holds.
+        origin: who computed it: oracle version, torch, commit, command, date.
+    """
+
+    identity: Identity
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    origin: Mapping[str, str] = field(default_factory=dict)
+
+    def says_the_same(self, other: Golden) -> bool:
+        """Whether identity and answer are equal, whoever computed them; NaN equals nothing."""
+        return (
+            self.identity == other.identity
+            and self.facts == other.facts
+            and self.tensors.keys() == other.tensors.keys()
+            and all(
+                t.dtype == other.tensors[name].dtype and torch.equal(t, other.tensors[name])
+                for name, t in self.tensors.items()
+            )
+        )
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of the canonical JSON of plain data."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def digest_of_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of names, dtypes, shapes and bytes, in the order of the names."""
+    sha = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        sha.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def summary(logits: torch.Tensor, hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A few hundred numbers that stand for an answer of T query tokens.
+
+    Args:
+        logits: [T, vocab].
+        hidden_states: [T, hidden].
+
+    Returns:
+        ``rows``: [R] int32, at most 8 rows spread from the first to the last.
+        ``logits``: [R, at most 128] float32 of those rows.
+        ``norms``: [T] float32, the L2 norm of every hidden state.
+    """
+    count = min(ROWS_KEPT, len(logits))
+    rows = torch.linspace(0, max(0, len(logits) - 1), count).round().long()
+    return {
+        "rows": rows.int(),
+        "logits": logits[rows, :COLUMNS_KEPT].float().contiguous(),
+        "norms": hidden_states.double().norm(dim=-1).float(),
+    }
