@@ -99,7 +99,7 @@ def _compare_numbers(
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     """[rows, elements a row] in float64 on the host."""
     tensor = tensor.detach().cpu().double()
-    return tensor.reshape(tensor.shape[0], -1) if tensor.dim() else tensor.reshape(1, 1)
+    return tensor.flatten(1) if tensor.dim() > 1 else tensor.reshape(-1, 1)
 
 
 def _relative(obtained: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

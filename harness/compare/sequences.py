@@ -64,7 +64,7 @@ def compare_exact(
         expected: what is due.
         verdict: what a difference is called.
     """
-    difference = DeepDiff(_plain(expected), _plain(obtained), verbose_level=2)
+    difference = DeepDiff(_plain(expected), _plain(obtained), zip_ordered_iterables=True)
     if not difference:
         return Comparison(quantity=quantity, verdict=Verdict.PASSED)
     lines = difference.pretty().splitlines()
