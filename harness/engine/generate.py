@@ -77,7 +77,8 @@ class Engine:
             UsageError: a prompt is empty or too long, or nothing is to be generated.
             CapacityError: a request does not fit the pools even alone. Nothing stays behind.
         """
-        requests = [self.submit(prompt, max_new_tokens, eos=eos) for prompt in prompts]
+        requests = [self._request(prompt, max_new_tokens, eos) for prompt in prompts]
+        self.waiting.extend(requests)
         try:
             while self.running or self.waiting:
                 self.step()
@@ -94,13 +95,7 @@ class Engine:
         Raises:
             UsageError: it is empty or too long, or nothing is to be generated.
         """
-        longest = self._max_context_len - len(prompt)
-        if not prompt:
-            raise UsageError(rejected("prompt", list(prompt), "at least one token"))
-        if not 1 <= max_new_tokens <= longest:
-            accepted = f"1 … {longest} behind {len(prompt)} prompt tokens"
-            raise UsageError(rejected("max_new_tokens", max_new_tokens, accepted))
-        request = Request(list(prompt), max_new_tokens, eos)
+        request = self._request(prompt, max_new_tokens, eos)
         self.waiting.append(request)
         return request
 
@@ -126,6 +121,15 @@ class Engine:
             self._drop(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+
+    def _request(self, prompt: Sequence[int], max_new_tokens: int, eos: int | None) -> Request:
+        longest = self._max_context_len - len(prompt)
+        if not prompt:
+            raise UsageError(rejected("prompt", list(prompt), "at least one token"))
+        if not 1 <= max_new_tokens <= longest:
+            accepted = f"1 … {longest} behind {len(prompt)} prompt tokens"
+            raise UsageError(rejected("max_new_tokens", max_new_tokens, accepted))
+        return Request(list(prompt), max_new_tokens, eos)
 
     def _admit(self) -> None:
         admitted: list[Request] = []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
+import torch
 
 from harness.engine.hazards import Hazard
-from harness.engine.plan_stream import PlanStream, RecordedStreams, SameStream
+from harness.engine.plan_stream import CudaStreams, PlanStream, RecordedStreams, SameStream
 
 
 def nothing() -> None:
@@ -116,3 +118,38 @@ def test_the_plan_runs_as_late_or_as_early_as_its_waits_allow(
     assert ran == order
     if isinstance(streams, RecordedStreams):
         assert streams.ran == order
+
+
+class FakeStream:
+    """Notes who waits for whom."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.device, self.waited = name, "cuda:0", list[str]()
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.waited.append(other.name)
+
+
+def test_cuda_streams_wait_for_each_other_the_right_way_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    main, plan = FakeStream("main"), FakeStream("plan")
+    entered: list[FakeStream] = [main]
+
+    @contextmanager
+    def inside(stream: FakeStream) -> Iterator[None]:
+        entered.append(stream)
+        yield
+        entered.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: plan)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: entered[-1])
+    monkeypatch.setattr(torch.cuda, "stream", inside)
+    streams, ran = CudaStreams("cuda:0"), list[str]()
+    streams.plan_waits()
+    assert (main.waited, plan.waited) == ([], ["main"])
+    streams.plan("plan", lambda: ran.append(entered[-1].name))
+    assert streams.main("draft", lambda: entered[-1].name) == "main"
+    streams.main_waits()
+    assert (main.waited, plan.waited) == (["plan"], ["main"])
+    assert ran == ["plan"]

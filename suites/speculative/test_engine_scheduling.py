@@ -1,0 +1,195 @@
+"""However requests come, go and wait, each emits its own text and the pools end as they began."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from fixtures.toy import expected_generation
+from fixtures.toy_engine import PROMPTS, Bench, bench, speculation
+from harness.engine.generate import Engine
+from harness.engine.request import Generation, Request
+from harness.errors import CapacityError, UsageError
+
+NEW = 13
+VARIANTS: dict[str, Callable[..., Bench]] = {
+    "plain": bench,
+    "draft_extend_v1": lambda **kw: bench(speculation(3, 4, 1), **kw),
+    "draft_extend_v2": lambda **kw: bench(speculation(3, 4, 2), **kw),
+}
+EVERY = pytest.mark.parametrize("make", VARIANTS.values(), ids=VARIANTS)
+
+
+def text(prompt: list[int], count: int = NEW) -> list[int]:
+    return expected_generation(prompt, count, 1, 2).tokens
+
+
+def assert_conserved(generation: Generation) -> None:
+    """Prefills and rounds account for every token, and the last round for what was cut."""
+    emitted = generation.prefills + sum(generation.accept_lengths)
+    assert emitted - generation.cut == generation.completion_tokens
+    assert generation.spec_verify_ct == len(generation.accept_lengths)
+
+
+def drain(rig: Bench, requests: list[Request]) -> None:
+    while rig.engine.running or rig.engine.waiting:
+        rig.engine.step()
+    assert all(request.finished for request in requests)
+
+
+@EVERY
+@pytest.mark.parametrize("max_bs", [1, 2, 3, 5])
+def test_slots_are_reused_by_those_who_wait(make: Callable[..., Bench], max_bs: int) -> None:
+    rig = make(max_bs=max_bs)
+    free = rig.free
+    generations = rig.engine.generate(PROMPTS, NEW)
+    assert [g.token_ids for g in generations] == [text(prompt) for prompt in PROMPTS]
+    assert rig.free == free
+    for generation in generations:
+        assert_conserved(generation)
+        assert generation.prefills == 1
+
+
+def test_accept_lengths_do_not_depend_on_the_batch() -> None:
+    lengths = [
+        [g.accept_lengths for g in bench(speculation(3, 4), max_bs=n).engine.generate(PROMPTS, NEW)]
+        for n in (1, 2, 5)
+    ]
+    assert lengths[0] == lengths[1] == lengths[2]
+
+
+@EVERY
+def test_an_engine_serves_one_batch_after_another(make: Callable[..., Bench]) -> None:
+    rig = make(max_bs=3)
+    for prompts in (PROMPTS, PROMPTS[::-1], PROMPTS[1:3]):
+        obtained = rig.engine.generate(prompts, NEW)
+        assert [g.token_ids for g in obtained] == [text(prompt) for prompt in prompts]
+
+
+@EVERY
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_retracted_request_gives_all_back_and_goes_on(
+    make: Callable[..., Bench], rounds: int, victim: int
+) -> None:
+    rig = make()
+    free = rig.free
+    requests = [rig.engine.submit(prompt, NEW) for prompt in PROMPTS[:3]]
+    for _ in range(rounds):
+        rig.engine.step()
+    held = [len(r.lease.pages) if r.lease else 0 for r in requests]
+    rig.engine.retract(requests[victim])
+    assert rig.free == (free[0] - 2, free[1] - sum(held) + held[victim])
+    drain(rig, requests)
+    assert rig.free == free
+    for place, request in enumerate(requests):
+        assert request.generation.token_ids == text(PROMPTS[place])
+        assert request.generation.prefills == 1 + (place == victim)
+        assert_conserved(request.generation)
+
+
+@EVERY
+def test_the_youngest_is_retracted_when_pages_run_out(make: Callable[..., Bench]) -> None:
+    rig = make(num_pages=14, max_context_len=40)
+    free = rig.free
+    generations = rig.engine.generate(PROMPTS, NEW)
+    assert [g.token_ids for g in generations] == [text(prompt) for prompt in PROMPTS]
+    assert rig.free == free
+    assert generations[0].prefills == 1
+    assert any(g.prefills > 1 for g in generations[1:])
+    for generation in generations:
+        assert_conserved(generation)
+
+
+@EVERY
+def test_an_aborted_request_leaves_the_others_alone(make: Callable[..., Bench]) -> None:
+    rig = make(max_bs=2)
+    free = rig.free
+    requests = [rig.engine.submit(prompt, NEW) for prompt in PROMPTS]
+    rig.engine.step()
+    for request in (requests[0], requests[3]):
+        rig.engine.abort(request)
+        rig.engine.abort(request)
+    drain(rig, [requests[i] for i in (1, 2, 4)])
+    assert rig.free == free
+    assert [requests[i].generation.token_ids for i in (1, 2, 4)] == [
+        text(PROMPTS[i]) for i in (1, 2, 4)
+    ]
+    assert requests[3].generation.token_ids == []
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_a_generation_ends_at_the_token_asked_for(count: int) -> None:
+    (generation,) = bench(speculation(3, 4)).engine.generate(PROMPTS[:1], count)
+    expected = expected_generation(PROMPTS[0], count, 3, 4)
+    assert generation.token_ids == expected.tokens
+    assert generation.accept_lengths == expected.accept_lengths
+    assert len(generation.token_ids) == count
+    assert_conserved(generation)
+
+
+@EVERY
+def test_a_generation_ends_at_its_end_token(make: Callable[..., Bench]) -> None:
+    for prompt in PROMPTS[:3]:
+        whole = text(prompt)
+        for eos in set(whole):
+            (generation,) = make().engine.generate([prompt], NEW, eos=eos)
+            assert generation.token_ids == whole[: whole.index(eos) + 1]
+            assert_conserved(generation)
+
+
+def test_accept_statistics() -> None:
+    generation = Generation(token_ids=[1] * 6, accept_lengths=[3, 1, 2], prefills=1, cut=1)
+    assert generation.mean_accept_length == 2.0
+    assert (generation.completion_tokens, generation.spec_verify_ct) == (6, 3)
+    assert Generation().mean_accept_length == 0.0
+
+
+@EVERY
+def test_a_text_may_fill_the_context(make: Callable[..., Bench]) -> None:
+    rig = make(max_context_len=20, max_bs=1)
+    (generation,) = rig.engine.generate([PROMPTS[0]], 13)
+    assert generation.token_ids == text(PROMPTS[0])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count", "message"),
+    [
+        ([], 3, r"prompt = \[\] .* at least one token"),
+        ([1, 2], 0, r"max_new_tokens = 0 .* 1 … 1[89] behind [12]"),
+        ([1, 2], 19, r"max_new_tokens = 19 .* 1 … 18 behind 2"),
+    ],
+    ids=["empty", "nothing", "too_long"],
+)
+def test_a_prompt_that_cannot_be_served(prompt: list[int], count: int, message: str) -> None:
+    rig = bench(max_context_len=20)
+    with pytest.raises(UsageError, match=message):
+        rig.engine.submit(prompt, count)
+    with pytest.raises(UsageError, match=message):
+        rig.engine.generate([[3], prompt], count)
+    assert not rig.engine.waiting
+
+
+@EVERY
+@pytest.mark.parametrize(
+    "count", [pytest.param(2, id="at_admission"), pytest.param(30, id="while_running")]
+)
+def test_a_request_too_large_for_the_pools_leaves_nothing(
+    make: Callable[..., Bench], count: int
+) -> None:
+    prompt = PROMPTS[2] * 2 if count == 2 else PROMPTS[0]
+    rig = make(num_pages=6, max_context_len=60)
+    free = rig.free
+    with pytest.raises(CapacityError, match="pages = "):
+        rig.engine.generate([prompt], count)
+    assert rig.free == free
+    assert rig.engine.generate([PROMPTS[1]], 3)[0].token_ids == text(PROMPTS[1], 3)
+
+
+def test_an_engine_that_cannot_work() -> None:
+    with pytest.raises(UsageError, match="max_bs = 0"):
+        bench(max_bs=0)
+    rig = bench(speculation(5, 3), max_context_len=20)
+    with pytest.raises(UsageError, match=r"max_context_len = 21 .* <= 20"):
+        Engine(rig.worker, rig.slots, max_bs=1, max_context_len=21)

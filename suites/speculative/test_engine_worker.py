@@ -1,0 +1,161 @@
+"""A worker's order of work is safe, its empty rounds are harmless and its nonsense is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from fixtures.toy import expected_generation
+from fixtures.toy_backend import DenseBackend
+from fixtures.toy_engine import PROMPTS, bench, eagle_phases, kv_pool, speculation
+from harness.engine.plan_stream import RecordedStreams
+from harness.engine.worker import EagleWorker
+from harness.errors import UsageError
+from harness.upstream.batch import EagleVerifyInput, ForwardMode
+from harness.upstream.pools import ReqToTokenPool
+
+NEW = 12
+BOTH = pytest.mark.parametrize("version", [1, 2], ids=["draft_extend_v1", "draft_extend_v2"])
+
+
+class NoPlanWaits(RecordedStreams):
+    """A plan queue that never waits for the main one."""
+
+    def plan_waits(self) -> None:
+        """Forgotten."""
+
+
+class NoMainWaits(RecordedStreams):
+    """A main queue that takes the plan's results without waiting for them."""
+
+    def main_waits(self) -> None:
+        """Run what is due, and order nothing."""
+        self._drain()
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
+@pytest.mark.parametrize("needs_cpu", [True, False], ids=["host_lengths", "no_host_lengths"])
+def test_overlap_changes_no_answer_and_races_nowhere(late: bool, needs_cpu: bool) -> None:
+    streams = RecordedStreams(late=late)
+    rig = bench(speculation(4, 3), streams=streams, needs_cpu=needs_cpu, max_bs=2)
+    for prompt, generation in zip(PROMPTS, rig.engine.generate(PROMPTS, NEW), strict=True):
+        expected = expected_generation(prompt, NEW, 4, 3)
+        assert generation.token_ids == expected.tokens
+        assert generation.accept_lengths == expected.accept_lengths
+    assert streams.hazards() == []
+    assert streams.ran.index("plan verify") > streams.ran.index("lay out verify")
+    assert (streams.ran.index("plan verify") > streams.ran.index("draft")) is late
+
+
+@pytest.mark.parametrize(
+    ("streams", "raced"),
+    [
+        (
+            NoPlanWaits(),
+            {"RAW on verify batch: 'plan verify' is not ordered after 'lay out verify'"},
+        ),
+        (
+            NoMainWaits(),
+            {"RAW on verify metadata: 'verify and extend' is not ordered after 'plan verify'"},
+        ),
+    ],
+    ids=["plan_waits", "main_waits"],
+)
+def test_a_forgotten_wait_is_reported(streams: RecordedStreams, raced: set[str]) -> None:
+    bench(speculation(4, 3), streams=streams).engine.generate(PROMPTS[:2], 6)
+    assert raced <= {str(hazard) for hazard in streams.hazards()}
+
+
+@BOTH
+def test_rounds_without_requests_run_idle_in_every_phase(version: int) -> None:
+    rig = bench(speculation(3, 4, version))
+    rig.trace.clear()
+    state = rig.worker.prefill([], [])
+    for _ in range(2):
+        state, outcome = rig.worker.step(state)
+        assert outcome.tokens() == []
+        assert state.bs == 0
+    phases = ["target_extend", "draft_prefill"] + ["draft", "target_verify", "draft_extend"] * 2
+    assert [forward.phase for forward in rig.trace] == phases
+    assert {forward.batch.forward_mode for forward in rig.trace} == {ForwardMode.IDLE}
+
+
+def test_plain_rounds_without_requests_run_idle() -> None:
+    rig = bench()
+    rig.trace.clear()
+    rig.engine.step()
+    assert [(f.phase, f.batch.forward_mode) for f in rig.trace] == [("decode", ForwardMode.IDLE)]
+
+
+@BOTH
+def test_requests_join_after_idle_rounds(version: int) -> None:
+    rig = bench(speculation(3, 4, version))
+    rig.engine.step()
+    (generation,) = rig.engine.generate(PROMPTS[:1], NEW)
+    assert generation.token_ids == expected_generation(PROMPTS[0], NEW, 3, 4).tokens
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
+def test_verify_buffers_are_filled_and_the_backend_told_after_the_draft(overlap: bool) -> None:
+    rig = bench(speculation(3, 3), streams=RecordedStreams(late=False) if overlap else None)
+    mask = torch.zeros(2 * 3 * 40, dtype=torch.bool)
+    positions = torch.full((9,), -1)
+    rig.target.verify_buffers = [mask, positions]
+    rig.trace.clear()
+    prompts = PROMPTS[:2]
+    requests = [rig.engine.submit(prompt, 20) for prompt in prompts]
+    rig.engine.step()
+    (verify,) = rig.trace.of("target_verify")
+    seen = [
+        column <= len(prompt) + row
+        for prompt in prompts
+        for row in range(3)
+        for column in range(len(prompt) + 3)
+    ]
+    assert mask[: len(seen)].tolist() == seen
+    assert not mask[len(seen) :].any()
+    assert positions.tolist() == [7, 8, 9, 1, 2, 3, -1, -1, -1]
+    spec = verify.spec_info
+    assert isinstance(spec, EagleVerifyInput)
+    assert spec.custom_mask is not None
+    assert spec.custom_mask.tolist() == mask.tolist()
+    assert verify.positions.tolist() == positions[:6].tolist()
+    assert rig.target.updates == [(verify.input_ids.tolist(), 2)]
+    assert [
+        request.tokens[len(prompt)] for request, prompt in zip(requests, prompts, strict=True)
+    ] == (verify.input_ids.view(2, 3)[:, 0].tolist())
+
+
+def test_an_eager_verify_needs_no_buffers() -> None:
+    """Three requests exceed the largest bucket; nobody asks for what only graphs have."""
+    rig = bench(speculation(3, 3))
+    rig.target.verify_buffers = []
+    for prompt in PROMPTS[:3]:
+        rig.engine.submit(prompt, 20)
+    rig.engine.step()
+    (verify,) = rig.trace.of("target_verify")
+    spec = verify.spec_info
+    assert isinstance(spec, EagleVerifyInput)
+    assert spec.custom_mask is None
+    assert [bucket for _, bucket in rig.target.updates] == [None]
+
+
+@pytest.mark.parametrize("width", [0, 1, 5])
+def test_a_chain_longer_than_its_drafts_is_refused(width: int) -> None:
+    with pytest.raises(UsageError, match=rf"num_draft_tokens = {width} .* 2 … num_steps \+ 1 = 4"):
+        speculation(3, width)
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    spec, pool = speculation(3, 3), kv_pool(8, 4)
+    phases = eagle_phases(spec, DenseBackend(), needs_cpu=False)
+    make = partial(EagleWorker, req_to_token_pool=ReqToTokenPool(1, 16), target_pool=pool)
+    with pytest.raises(UsageError, match=r"streams = 'RecordedStreams' .* None under spec v1"):
+        make(phases, speculation(3, 3, 1), draft_pool=pool, streams=RecordedStreams())
+    with pytest.raises(UsageError, match=r"phases.draft = None .* num_steps > 1"):
+        make(replace(phases, draft=None), spec, draft_pool=pool)
+    with pytest.raises(UsageError, match=r"draft pool \(pages, page size\) = \(9, 4\) .* \(8, 4\)"):
+        make(phases, spec, draft_pool=kv_pool(9, 4))
