@@ -44,7 +44,7 @@ class Runner(Protocol[T_co]):
     """A captured phase."""
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """Whether a captured batch size holds this batch."""
+        """Whether a captured batch size holds this batch, which is not idle."""
         ...
 
     def bucket(self, bs: int) -> int:
@@ -94,18 +94,18 @@ class GraphPhase(Generic[T]):
 
     def graph_bs(self, batch: ForwardBatch) -> int | None:
         """The runner's bucket."""
-        return self.runner.bucket(batch.batch_size) if self._replays(batch) else None
+        return self.runner.bucket(batch.batch_size) if self.runner.can_run(batch) else None
 
     def prepare(self, batch: ForwardBatch) -> None:
         """Plan with whoever will run."""
-        (self.runner if self._replays(batch) else self.eager).prepare(batch)
+        self._serving(batch).prepare(batch)
 
     def run(self, batch: ForwardBatch) -> T:
         """Replay or run."""
-        return (self.runner if self._replays(batch) else self.eager).run(batch)
+        return self._serving(batch).run(batch)
 
-    def _replays(self, batch: ForwardBatch) -> bool:
-        return not batch.forward_mode.is_idle() and self.runner.can_run(batch)
+    def _serving(self, batch: ForwardBatch) -> Phase[T] | Runner[T]:
+        return self.runner if self.runner.can_run(batch) else self.eager
 
 
 def model_phase(model: Model, backend: AttentionBackend) -> EagerPhase[LogitsProcessorOutput]:

@@ -89,6 +89,16 @@ def test_a_retracted_request_gives_all_back_and_goes_on(
         assert_conserved(request.generation)
 
 
+def test_a_retracted_request_goes_before_those_who_never_ran() -> None:
+    rig = bench(speculation(3, 4), max_bs=2)
+    requests = [rig.engine.submit(prompt, NEW) for prompt in PROMPTS]
+    rig.engine.step()
+    rig.engine.retract(requests[0])
+    assert list(rig.engine.waiting) == [requests[i] for i in (0, 2, 3, 4)]
+    rig.engine.step()
+    assert rig.engine.running == [requests[1], requests[0]]
+
+
 @EVERY
 def test_the_youngest_is_retracted_when_pages_run_out(make: Callable[..., Bench]) -> None:
     rig = make(num_pages=14, max_context_len=40)

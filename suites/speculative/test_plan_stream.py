@@ -127,6 +127,7 @@ class FakeStream:
         self.name, self.device, self.waited = name, "cuda:0", list[str]()
 
     def wait_stream(self, other: FakeStream) -> None:
+        """Note it."""
         self.waited.append(other.name)
 
 
