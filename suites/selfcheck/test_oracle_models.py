@@ -185,17 +185,22 @@ def test_latent_attention_equals_its_absorbed_form(q_lora_rank, interleave):
 
 
 def test_experts_are_chosen_by_group_and_weighted_by_affinity():
-    # sigmoid of these is the affinity of expert 0 … 5; groups are (0, 1), (2, 3), (4, 5).
-    affinity = torch.tensor([0.9, 0.1, 0.5, 0.6, 0.8, 0.05], dtype=torch.float64)
+    # Affinity of expert 0 … 5; groups are (0, 1), (2, 3), (4, 5).
+    affinity = torch.tensor([0.9, 0.1, 0.5, 0.6, 0.95, 0.02], dtype=torch.float64)
     gate = torch.logit(affinity)[:, None]
-    bias = torch.tensor([0.0, 0.0, 0.0, 0.0, -0.5, 0.0])
+    bias = torch.tensor([0.0, 0.0, 0.0, 0.05, 0.0, 0.0])
     weights = Weights({"gate.weight": gate, "gate.e_score_correction_bias": bias})
     x = torch.ones(1, 1, dtype=torch.float64)
-    # Group sums with the bias are 1.0, 1.1 and 0.35: the third is closed; 0 and 3 are best.
+    # With the bias the groups add up to 1.0, 1.15 and 0.97: the third, with the best expert of
+    # all, is closed; among the others 0 and 3 are best and weigh 0.9 and 0.6, without the bias.
     expected = torch.tensor([[0.9, 0, 0, 0.6, 0, 0]]) * 2.5 / 1.5
     torch.testing.assert_close(route(weights, x, GROUPS), expected.double())
     raw = route(weights, x, GROUPS | {"norm_topk_prob": False, "routed_scaling_factor": 1.0})
     assert raw[0].tolist() == pytest.approx([0.9, 0, 0, 0.6, 0, 0])
+    # The bias alone lets expert 2 overtake expert 0.
+    weights = Weights({"gate.weight": gate, "gate.e_score_correction_bias": bias + 0})
+    weights["gate.e_score_correction_bias"][2] = 0.45
+    assert route(weights, x, GROUPS)[0].nonzero().flatten().tolist() == [2, 3]
 
 
 @pytest.mark.parametrize("shared", [0, 1])
@@ -262,6 +267,23 @@ def test_nextn_norms_both_inputs_and_its_output(layers, place):
     expected = norm(torch.cat(both, -1) @ own["eh_proj"].T, own["shared_head.norm"])
     torch.testing.assert_close(hidden, expected)
     torch.testing.assert_close(logits, expected @ target.head.T)
+
+
+def test_a_layer_with_a_gate_is_a_mixture():
+    prefix = "model.layers.0"
+    shapes = {n: s for n, s in mla_layer(prefix).items() if ".mlp." not in n}
+    shapes |= {f"{prefix}.mlp.gate.weight": (6, 12)}
+    shapes |= {f"{prefix}.mlp.gate.e_score_correction_bias": (6,)}
+    for name in (*(f"experts.{i}" for i in range(6)), "shared_experts"):
+        shapes |= feed_forward(f"{prefix}.mlp.{name}")
+    tensors = {name: t.double() for name, t in drawn(ENDS | shapes).items()}
+    tensors[f"{prefix}.self_attn.o_proj.weight"] *= 0
+    config = MLA | GROUPS | {"n_shared_experts": 1}
+    hidden, _ = Decoder(config, tensors).forward(IDS)
+    x = tensors["model.embed_tokens.weight"][IDS]
+    y = norm(x, tensors[f"{prefix}.post_attention_layernorm.weight"])
+    x = x + experts(Weights(tensors, f"{prefix}.mlp."), y, config)
+    torch.testing.assert_close(hidden, norm(x, tensors["model.norm.weight"]))
 
 
 @pytest.mark.parametrize(
