@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.tiny_engine import BACKENDS, NEW, PROMPTS, Rig
+from fixtures.tiny_engine import BACKENDS, CONTEXT, NEW, PROMPTS, Rig
 from fixtures.toy_engine import speculation
 from harness.engine.plan_stream import RecordedStreams
 from harness.oracle.generation import greedy
@@ -49,3 +49,26 @@ def test_the_pair_is_worth_judging_by(rig: Rig) -> None:
     spec = speculation(3, 4)
     lengths = {n for prompt in PROMPTS for n in rig.expected(prompt, spec).accept_lengths}
     assert lengths >= {1, 2, 3}
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graph"])
+def test_a_text_may_fill_the_context(rig: Rig, graphs: bool) -> None:
+    spec, prompt = speculation(3, 4), [(7 * i * i + 3) % 97 for i in range(CONTEXT - NEW)]
+    (generation,) = rig.engine(spec, graphs=graphs).generate([prompt], NEW)
+    assert tuple(generation.token_ids) == rig.expected(prompt, spec).token_ids
+    assert tuple(generation.accept_lengths) == rig.expected(prompt, spec).accept_lengths
+
+
+@pytest.mark.parametrize("version", [1, 2], ids=["draft_extend_v1", "draft_extend_v2"])
+def test_idle_rounds_and_a_retraction_between_replays(rig: Rig, version: int) -> None:
+    spec = speculation(3, 4, version)
+    engine = rig.engine(spec, graphs=True)
+    engine.step()
+    requests = [engine.submit(prompt, NEW) for prompt in PROMPTS[:3]]
+    engine.step()
+    engine.retract(requests[1])
+    while engine.running or engine.waiting:
+        engine.step()
+    engine.step()
+    for prompt, request in zip(PROMPTS, requests, strict=False):
+        assert tuple(request.generation.token_ids) == rig.expected(prompt, spec).token_ids

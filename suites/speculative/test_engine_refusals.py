@@ -1,0 +1,58 @@
+"""What an engine cannot serve is refused in one line, and nothing of it stays behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from fixtures.toy import expected_generation
+from fixtures.toy_engine import PROMPTS, bench, speculation
+from harness.engine.generate import Engine
+from harness.engine.speculation import Speculation
+from harness.errors import CapacityError, UsageError
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count", "message"),
+    [
+        ([], 3, r"prompt = \[\] .* at least one token"),
+        ([1, 2], 0, r"max_new_tokens = 0 .* 1 … 1[89] behind [12]"),
+        ([1, 2], 19, r"max_new_tokens = 19 .* 1 … 18 behind 2"),
+    ],
+    ids=["empty", "nothing", "too_long"],
+)
+def test_a_prompt_that_cannot_be_served(prompt: list[int], count: int, message: str) -> None:
+    rig = bench(max_context_len=20)
+    with pytest.raises(UsageError, match=message):
+        rig.engine.submit(prompt, count)
+    with pytest.raises(UsageError, match=message):
+        rig.engine.generate([[3], prompt], count)
+    assert not rig.engine.waiting
+
+
+@pytest.mark.parametrize(
+    "spec", [None, speculation(3, 4, 1), speculation(3, 4)], ids=["plain", "v1", "v2"]
+)
+@pytest.mark.parametrize(
+    "count", [pytest.param(2, id="at_admission"), pytest.param(30, id="while_running")]
+)
+def test_a_request_too_large_for_the_pools_leaves_nothing(
+    spec: Speculation | None, count: int
+) -> None:
+    prompt = PROMPTS[2] * 2 if count == 2 else PROMPTS[0]
+    rig = bench(spec, num_pages=6, max_context_len=60)
+    free = rig.free
+    with pytest.raises(CapacityError, match="pages = "):
+        rig.engine.generate([prompt], count)
+    assert rig.free == free
+    assert (
+        rig.engine.generate([PROMPTS[1]], 3)[0].token_ids
+        == expected_generation(PROMPTS[1], 3, 1, 2).tokens
+    )
+
+
+def test_an_engine_that_cannot_work() -> None:
+    with pytest.raises(UsageError, match="max_bs = 0"):
+        bench(max_bs=0)
+    rig = bench(speculation(5, 3), max_context_len=20)
+    with pytest.raises(UsageError, match=r"max_context_len = 21 .* <= 20"):
+        Engine(rig.worker, rig.slots, max_bs=1, max_context_len=21)
