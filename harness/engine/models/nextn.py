@@ -29,6 +29,7 @@ class NextnLayer(DeepseekLayer):
     def __init__(self, config: NextnConfig, layer_id: int, weights: Weights) -> None:
         super().__init__(config, layer_id, weights)
         self.moe = config
+        self.gate = weights["mlp.gate.weight"].float()
         experts = range(config.n_routed_experts)
         self.gate_proj, self.up_proj, self.down_proj = (
             torch.stack([weights[f"mlp.experts.{i}.{part}.weight"] for i in experts])
@@ -50,7 +51,7 @@ class NextnLayer(DeepseekLayer):
 
         The correction bias takes part in the choice and not in the share.
         """
-        scores = linear(x, self.weights["mlp.gate.weight"]).float().sigmoid()
+        scores = linear(x.float(), self.gate).sigmoid()
         ranked = scores + self.weights["mlp.gate.e_score_correction_bias"]
         chosen = ranked.topk(self.moe.num_experts_per_tok, -1).indices
         shares = scores.gather(1, chosen)
