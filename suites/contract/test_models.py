@@ -140,6 +140,7 @@ class Spy:
         self.calls = []
 
     def forward(self, q, k, v, layer, batch, **rope):
+        """As a backend's."""
         self.calls.append((layer, {"q": q, "k": k, "v": v} | rope))
         return q.new_zeros(len(q), layer.tp_q_head_num * layer.v_head_dim)
 
