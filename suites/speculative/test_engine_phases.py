@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fixtures.toy import DRAFT, TARGET
 from fixtures.toy_rounds import ROUNDS, STEPS, WIDTH, run, standings
 from harness.upstream.batch import (
     EagleDraftExtendInput,
@@ -65,9 +66,14 @@ def test_multi_step_draft(version: int, number: int) -> None:
     assert isinstance(spec, EagleDraftInput)
     assert spec.num_steps == STEPS
     assert torch.equal(spec.topk_index[:, 0], batch.input_ids)
-    assert spec.topk_p.shape == (3, 1)
     assert spec.hidden_states is not None
-    assert spec.hidden_states.shape[0] == 3
+    for row, s in enumerate(stood):
+        before = TARGET.dense(s.text[: s.committed]).hidden_states
+        draft = DRAFT.dense(s.text[1 : s.committed + 1], before)
+        probability, token = draft.next_token_logits[-1].softmax(-1).max(-1)
+        assert spec.topk_index[row].tolist() == [int(token)]
+        torch.testing.assert_close(spec.topk_p[row], probability[None])
+        torch.testing.assert_close(spec.hidden_states[row], draft.hidden_states[-1])
 
 
 @pytest.mark.parametrize("number", range(ROUNDS))

@@ -34,6 +34,8 @@ def test_prefill_in_chunks_and_the_draft_one_token_behind(chunk_size: int | None
             assert batch.req_pool_indices.tolist() == live
         spec = draft.spec_info
         assert isinstance(spec, EagleDraftExtendInput)
+        assert spec.num_accept_tokens.tolist() == [len(span) for span in at]
+        assert spec.num_accept_tokens_cpu == [len(span) for span in at]
         assert spec.hidden_states is not None
         dense = [TARGET.dense(PROMPTS[r]).hidden_states[i.start : i.stop] for r, i in spans]
         torch.testing.assert_close(spec.hidden_states, torch.cat(dense))

@@ -110,6 +110,16 @@ def test_the_youngest_is_retracted_when_pages_run_out(make: Callable[..., Bench]
         assert_conserved(generation)
 
 
+def test_nobody_is_admitted_without_room_for_a_first_round() -> None:
+    """7 + 4 tokens take three pages of four; two such prompts alone would fit five pages."""
+    rig = bench(speculation(3, 4), num_pages=6, max_bs=2)
+    for _ in range(2):
+        rig.engine.submit(PROMPTS[0], 3)
+    rig.engine.step()
+    prefilled = [batch.batch_size for batch in rig.trace.of("target_extend")]
+    assert prefilled == [0, 1]
+
+
 @EVERY
 def test_an_aborted_request_leaves_the_others_alone(make: Callable[..., Bench]) -> None:
     rig = make(max_bs=2)

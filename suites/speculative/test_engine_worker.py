@@ -122,11 +122,12 @@ def test_verify_buffers_are_filled_and_the_backend_told_after_the_draft(overlap:
     assert mask[: len(seen)].tolist() == seen
     assert not mask[len(seen) :].any()
     assert positions.tolist() == [7, 8, 9, 1, 2, 3, -1, -1, -1]
+    positions.zero_()
     spec = verify.spec_info
     assert isinstance(spec, EagleVerifyInput)
     assert spec.custom_mask is not None
     assert spec.custom_mask.tolist() == mask.tolist()
-    assert verify.positions.tolist() == positions[:6].tolist()
+    assert verify.positions.tolist() == [7, 8, 9, 1, 2, 3]
     assert rig.target.updates == [(verify.input_ids.tolist(), 2)]
     assert [
         request.tokens[len(prompt)] for request, prompt in zip(requests, prompts, strict=True)
