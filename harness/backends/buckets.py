@@ -1,4 +1,4 @@
-"""Metadata of captured graphs: buffers a phase, and the slice of them each bucket was captured on."""
+"""Metadata of captured graphs: buffers a phase, and the slice of them each bucket was given."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def _lengths(paged: PagedKeys, query_lens: torch.Tensor) -> Iterator[Check]:
     live = paged.block_tables[paged.live_columns(width)].tolist()
     last = paged.caches[0].shape[0] - 1
     extremes = (min(live, default=0), max(live, default=0))
-    yield 0 <= extremes[0] and extremes[1] <= last, "block_tables pages", extremes, f"0 … {last}"
+    yield extremes[0] >= 0 and extremes[1] <= last, "block_tables pages", extremes, f"0 … {last}"
 
 
 def check_cumulative(
