@@ -89,9 +89,8 @@ class PagedBackend(AttentionBackend):
 
     def _table_width(self) -> int:
         page_size = self.token_to_kv_pool.page_size
-        pages = -(-self.max_total_len // page_size)
         step = max(1, self.provider.capability.block_table_multiple // page_size)
-        return -(-pages // step) * step
+        return -(-self.max_total_len // (page_size * step)) * step
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Plan an eager forward, on metadata of its own that no graph reads."""

@@ -44,7 +44,9 @@ def packed_causal_mask(bs: int, q_len: int, device: torch.device | str) -> torch
     """[bs, q_len, 2 * ceil(q_len / 32)] uint16: bit j of row i is set where j <= i."""
     bit = torch.arange(16 * mask_words(q_len), device=device)
     query = torch.arange(q_len, device=device)
-    words = ((bit <= query[:, None]).long() << (bit % 16)).unflatten(1, (-1, 16)).sum(-1)
+    words: torch.Tensor = (
+        ((bit <= query[:, None]).long() << (bit % 16)).unflatten(1, (-1, 16)).sum(-1)
+    )
     return words.to(torch.uint16).expand(bs, -1, -1).contiguous()
 
 

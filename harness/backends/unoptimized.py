@@ -108,8 +108,8 @@ class VerifyFixUpMHABackend(TRTLLMHAAttnBackend):
         Raises:
             ContractError: none is planned.
         """
-        if self._verify_batch is None:
-            raise ContractError(
-                "a fix-up follows the planning of a target_verify; none was planned"
-            )
-        self._fill(self._verify_batch)
+        batch = self._verify_batch
+        if batch is None or not batch.forward_mode.is_target_verify():
+            planned = None if batch is None else batch.forward_mode.name
+            raise ContractError(rejected("planned mode", planned, "TARGET_VERIFY before a fix-up"))
+        self._fill(batch)

@@ -112,7 +112,7 @@ def _block(
         top = top.maximum(sinks)
         weights = (scores - top).exp()
         total = weights.sum(-1, keepdim=True) + (sinks - top).exp()
-    result = (weights.flatten(2, 3) @ values).unflatten(2, group_and_rows)
+    result: torch.Tensor = (weights.flatten(2, 3) @ values).unflatten(2, group_and_rows)
     result = (result / total).masked_fill(total == 0, 0)
     if spoils is not None:
         reached = seen.float()[:, None] @ spoils
