@@ -64,7 +64,6 @@ class PagedBackend(AttentionBackend):
         self.token_to_kv_pool = token_to_kv_pool
         self.max_context_len = max_context_len
         self.num_draft_tokens = num_draft_tokens
-        self.speculative_num_steps = speculative_num_steps
         self.skip_prefill = skip_prefill
         self.device = device
         self._planner = Planner(

@@ -8,70 +8,27 @@ import pytest
 import torch
 
 from fixtures.toy_attention import (
-    CONTEXT,
     DRAFTS,
     PAGE,
     ROWS,
     make_batch,
-    mha_layer,
-    mha_pool,
-    mla_pool,
-    request_table,
     slots,
     swa_pool,
 )
-from harness.backends.base import PagedBackend
-from harness.backends.metadata import Metadata, packed_causal_mask
-from harness.backends.mha import TRTLLMHAAttnBackend
+from fixtures.toy_planning import EXTEND_LENS, Buckets, accepted, batch_for, plan, toy_backend
+from harness.backends.metadata import packed_causal_mask
 from harness.backends.mla import TRTLLMMLABackend
-from harness.capability import REFERENCE, TRTLLM_GEN_MLA, XQA
-from harness.errors import CapacityError, ContractError, KernelRefusal
+from harness.capability import TRTLLM_GEN_MLA, XQA
+from harness.errors import ContractError
 from harness.providers.torch_paged import TorchPaged
 from harness.upstream.batch import (
-    EagleDraftExtendInput,
     EagleVerifyInput,
-    ForwardBatch,
     ForwardMode,
 )
-from harness.upstream.pools import ReqToTokenPool
 
 NOWHERE = torch.zeros(0, dtype=torch.int64)
 
 
-def backend(kind: type[PagedBackend] = TRTLLMHAAttnBackend, **changes: Any) -> PagedBackend:
-    pool = mla_pool() if kind is TRTLLMMLABackend else mha_pool()
-    arguments: dict[str, Any] = {
-        "provider": TorchPaged(REFERENCE),
-        "req_to_token_pool": request_table(),
-        "token_to_kv_pool": pool,
-        "max_context_len": CONTEXT,
-        "num_draft_tokens": DRAFTS,
-    }
-    return kind(**arguments | changes)
-
-
-def accepted(*counts: int, width: int = 0) -> EagleDraftExtendInput:
-    counts32 = torch.tensor(counts, dtype=torch.int32)
-    return EagleDraftExtendInput(None, counts32, num_tokens_per_req=width)
-
-
-def batch_for(
-    planner: PagedBackend, mode: ForwardMode, seq_lens: list[int], tokens: int, **changes: Any
-) -> ForwardBatch:
-    table, pool = planner.req_to_token_pool, planner.token_to_kv_pool
-    loc = torch.arange(4, 4 + tokens)
-    return make_batch(mode, table, pool, seq_lens, loc, **changes)
-
-
-def plan(
-    planner: PagedBackend, mode: ForwardMode, seq_lens: list[int], tokens: int, **changes: Any
-) -> Metadata:
-    planner.init_forward_metadata(batch_for(planner, mode, seq_lens, tokens, **changes))
-    assert planner.forward_metadata is not None
-    return planner.forward_metadata
-
-
-EXTEND_LENS = {"extend_seq_lens": torch.tensor([2, 5], dtype=torch.int32)}
 # mode, query rows, what the batch carries, keys, cumulative queries, longest query
 PHASES: tuple[tuple[ForwardMode, int, dict[str, Any], list[int], list[int], int], ...] = (
     (ForwardMode.EXTEND, 7, EXTEND_LENS, [9, 8], [0, 2, 7], 7),
@@ -93,7 +50,7 @@ def test_lengths_and_pages_of_every_phase(
     cu_q: list[int],
     longest: int,
 ) -> None:
-    metadata = plan(backend(), mode, [9, 8], tokens, **carried)
+    metadata = plan(toy_backend(), mode, [9, 8], tokens, **carried)
     assert metadata.cache_seqlens_int32.tolist() == keys
     assert metadata.cu_seqlens_q.tolist() == cu_q
     assert metadata.cu_seqlens_k.tolist() == [0, keys[0], sum(keys)]
@@ -112,14 +69,29 @@ def test_lengths_and_pages_of_every_phase(
     ("keys", "pages"), [(4, [7]), (5, [7, 2]), (8, [7, 2]), (9, [7, 2, 11])], ids=str
 )
 def test_pages_around_an_edge(keys: int, pages: list[int]) -> None:
-    row = plan(backend(), ForwardMode.DECODE, [keys], 1).page_table[0].tolist()
+    row = plan(toy_backend(), ForwardMode.DECODE, [keys], 1).page_table[0].tolist()
     assert row == pages + [0] * (7 - len(pages))
+
+
+def test_the_longest_query_is_the_one_the_host_knows() -> None:
+    spec = accepted(1, 2)
+    assert (
+        plan(toy_backend(), ForwardMode.DRAFT_EXTEND, [9, 8], 3, spec_info=spec).geometry.max_q_len
+        == 3
+    )
+    spec.num_accept_tokens_cpu = [1, 2]
+    assert (
+        plan(toy_backend(), ForwardMode.DRAFT_EXTEND, [9, 8], 3, spec_info=spec).geometry.max_q_len
+        == 2
+    )
 
 
 def test_mla_v1_pads_queries_and_lengths_to_the_longest() -> None:
     spec = accepted(1, 3)
     spec.num_accept_tokens_cpu = [1, 3]
-    metadata = plan(backend(TRTLLMMLABackend), ForwardMode.DRAFT_EXTEND, [9, 8], 5, spec_info=spec)
+    metadata = plan(
+        toy_backend(TRTLLMMLABackend), ForwardMode.DRAFT_EXTEND, [9, 8], 5, spec_info=spec
+    )
     assert metadata.cache_seqlens_int32.tolist() == [9 - 1 + 3, 8]
     assert metadata.cu_seqlens_q.tolist() == [0, 1, 4]
     assert metadata.pad_rows.tolist() == [0, 0, 0, 1, 2, 3]
@@ -128,16 +100,16 @@ def test_mla_v1_pads_queries_and_lengths_to_the_longest() -> None:
 
 
 def test_table_width_covers_the_round_of_draft_tokens_and_the_kernels_multiple() -> None:
-    assert plan(backend(), ForwardMode.DECODE, [1], 1).page_table.shape == (1, 7)
-    steps = backend(speculative_num_steps=6)
+    assert plan(toy_backend(), ForwardMode.DECODE, [1], 1).page_table.shape == (1, 7)
+    steps = toy_backend(speculative_num_steps=6)
     assert plan(steps, ForwardMode.DECODE, [1], 1).page_table.shape == (1, 7)
-    wide = backend(TRTLLMMLABackend, provider=TorchPaged(TRTLLM_GEN_MLA))
+    wide = toy_backend(TRTLLMMLABackend, provider=TorchPaged(TRTLLM_GEN_MLA))
     assert plan(wide, ForwardMode.DECODE, [1], 1).page_table.shape == (1, 32)
 
 
 def test_swa_pages_and_write_locations_are_translated_at_planning() -> None:
     hybrid = swa_pool()
-    planner = backend(token_to_kv_pool=hybrid)
+    planner = toy_backend(token_to_kv_pool=hybrid)
     loc = torch.cat((slots(1, 9, 12), slots(3, 8, 11)))
     batch = make_batch(ForwardMode.TARGET_VERIFY, planner.req_to_token_pool, hybrid, [9, 8], loc)
     planner.init_forward_metadata(batch)
@@ -155,7 +127,7 @@ def test_swa_pages_and_write_locations_are_translated_at_planning() -> None:
 
 
 def test_a_plain_pool_is_never_translated() -> None:
-    metadata = plan(backend(), ForwardMode.DECODE, [9], 1)
+    metadata = plan(toy_backend(), ForwardMode.DECODE, [9], 1)
     assert metadata.swa_page_table is None
     assert metadata.swa_out_cache_loc is None
 
@@ -168,28 +140,10 @@ def test_packed_mask_bits() -> None:
 
 @pytest.mark.parametrize("mode", [ForwardMode.TARGET_VERIFY, ForwardMode.DECODE])
 def test_a_mask_is_planned_where_the_kernel_needs_one(mode: ForwardMode) -> None:
-    planner = backend(provider=TorchPaged(XQA))
+    planner = toy_backend(provider=TorchPaged(XQA))
     mask = plan(planner, mode, [9, 8], 6).packed_mask
     assert (mask is None) == mode.is_decode()
-    assert plan(backend(), mode, [9, 8], 6).packed_mask is None
-
-
-class Buckets:
-    """A planner with graphs of 1 … 4 requests."""
-
-    def __init__(self) -> None:
-        self.planner = backend()
-        self.planner.init_cuda_graph_state(4, 16)
-
-    def out_graph(
-        self, mode: ForwardMode, bs: int, in_capture: bool = False, **carried: Any
-    ) -> Any:
-        lens, rows = [9, 8, 5, 1, 1][:bs], (1, 3, 1, 0, 0)
-        tokens = carried.pop("tokens", bs * 3)
-        batch = batch_for(self.planner, mode, lens, tokens, rows=rows, **carried)
-        self.planner.init_forward_metadata_out_graph(batch, in_capture=in_capture)
-        self.planner.init_forward_metadata_in_graph(batch)
-        return self.planner.forward_metadata
+    assert plan(toy_backend(), mode, [9, 8], 6).packed_mask is None
 
 
 def test_buckets_of_a_phase_share_storage_and_phases_do_not() -> None:
@@ -200,10 +154,13 @@ def test_buckets_of_a_phase_share_storage_and_phases_do_not() -> None:
     assert four.page_table.data_ptr() == two.page_table.data_ptr() != decode.page_table.data_ptr()
     assert (four.page_table.shape[0], two.page_table.shape[0]) == (4, 2)
     # An eager forward in between, and a second runner's allocation, leave the addresses alone.
-    plan(graphs.planner, verify, [5], 3)
-    graphs.planner.init_cuda_graph_state(2, 8)
+    eager = plan(graphs.planner, verify, [5, 6], 6)
+    assert eager.page_table.data_ptr() != two.page_table.data_ptr()
     assert graphs.out_graph(verify, 2) is two
     assert two.cache_seqlens_int32.tolist() == [12, 11]
+    graphs.planner.init_cuda_graph_state(2, 8)
+    one = graphs.out_graph(verify, 1, in_capture=True)
+    assert one.page_table.data_ptr() == two.page_table.data_ptr()
     graphs.planner.init_cuda_graph_state(8, 32)
     assert graphs.out_graph(verify, 4) is four
 
@@ -220,14 +177,14 @@ def test_v2_keeps_its_captured_stride() -> None:
 
 def test_v1_keeps_its_captured_width_and_refills_its_cumulative_lengths() -> None:
     graphs, v1 = Buckets(), ForwardMode.DRAFT_EXTEND
-    graphs.out_graph(v1, 2, in_capture=True, tokens=6, spec_info=accepted(1, 1))
-    replayed = graphs.out_graph(v1, 2, tokens=6, spec_info=accepted(1, 3))
-    assert replayed.geometry.max_q_len == 3
+    graphs.out_graph(v1, 2, in_capture=True, tokens=8, spec_info=accepted(1, 1))
+    replayed = graphs.out_graph(v1, 2, tokens=8, spec_info=accepted(1, 3))
+    assert replayed.geometry.max_q_len == 4
     assert replayed.cu_seqlens_q.tolist() == [0, 1, 4]
 
 
 def test_the_older_pair_plans_the_same() -> None:
-    planner = backend()
+    planner = toy_backend()
     planner.init_cuda_graph_state(4, 16)
     rows, lens = torch.tensor([*ROWS, 0]), torch.tensor([9, 8, 1])
     verify = EagleVerifyInput(NOWHERE, DRAFTS)
@@ -242,110 +199,15 @@ def test_the_older_pair_plans_the_same() -> None:
     assert metadata is captured
     assert metadata.cache_seqlens_int32.tolist() == [16, 7]
     assert metadata.page_table[:, :5].tolist() == [[7, 2, 11, 5, 0], [4, 12, 0, 0, 0]]
-    hybrid = backend(token_to_kv_pool=swa_pool())
+    hybrid = toy_backend(token_to_kv_pool=swa_pool())
     with pytest.raises(ContractError, match="the older pair carries no write locations"):
         hybrid.init_forward_metadata_capture_cuda_graph(2, 6, rows, lens, None, mode, verify)
 
 
 def test_idle_plans_nothing() -> None:
-    planner = backend()
+    planner = toy_backend()
     idle = batch_for(planner, ForwardMode.IDLE, [], 0)
     planner.init_forward_metadata(idle)
     planner.init_forward_metadata_out_graph(idle)
     planner.init_forward_metadata_in_graph(idle)
     assert planner.forward_metadata is None
-
-
-V1, V2 = ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2
-EAGER_ERRORS: tuple[tuple[ForwardMode, dict[str, Any], type[Exception], str], ...] = (
-    (V2, {"spec_info": accepted(0, 0)}, ContractError, r"num_tokens_per_req = 0 .* >= 1"),
-    (V2, {"spec_info": accepted(1, 3)}, ContractError, r"num_tokens_per_req = 0"),
-    (V2, {}, ContractError, r"spec_info = 'NoneType' .* EagleDraftExtendInput"),
-    (V1, {}, ContractError, r"extend_seq_lens = None"),
-    (ForwardMode.EXTEND, {}, ContractError, r"extend_seq_lens = None"),
-    (
-        ForwardMode.TARGET_VERIFY,
-        {"spec_info": EagleVerifyInput(NOWHERE, 4)},
-        ContractError,
-        r"draft_token_num = 4 .* 3, the backend's",
-    ),
-    (
-        ForwardMode.EXTEND,
-        EXTEND_LENS | {"seq_lens_cpu": torch.tensor([26, 8])},
-        CapacityError,
-        r"seq_lens = 26 .* <= 25",
-    ),
-)
-
-
-@pytest.mark.parametrize(("mode", "carried", "error", "text"), EAGER_ERRORS)
-def test_what_eager_planning_refuses(
-    mode: ForwardMode, carried: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        plan(backend(), mode, [9, 8], 6, **carried)
-
-
-def test_what_captured_planning_refuses() -> None:
-    graphs, verify = Buckets(), ForwardMode.TARGET_VERIFY
-    with pytest.raises(CapacityError, match=r"bs = 5 .* <= 4"):
-        graphs.out_graph(verify, 5, in_capture=True)
-    with pytest.raises(CapacityError, match=r"num_tokens = 17 .* <= 16"):
-        graphs.out_graph(V1, 1, in_capture=True, tokens=17, spec_info=accepted(1))
-    with pytest.raises(ContractError, match=r"num_tokens = 5 .* multiple of bs = 2"):
-        graphs.out_graph(V1, 2, in_capture=True, tokens=5, spec_info=accepted(1, 1))
-    with pytest.raises(ContractError, match=r"num_tokens_per_req = 0"):
-        graphs.out_graph(V2, 2, in_capture=True, spec_info=accepted(0, 0))
-    graphs.out_graph(verify, 2, in_capture=True)
-    with pytest.raises(CapacityError, match=r"bs = 3 .* captured TARGET_VERIFY buckets \[2\]"):
-        graphs.out_graph(verify, 3)
-    with pytest.raises(ContractError, match="captured mode = 'EXTEND'"):
-        graphs.out_graph(ForwardMode.EXTEND, 1, in_capture=True, **EXTEND_LENS)
-    unallocated = backend()
-    with pytest.raises(ContractError, match="call init_cuda_graph_state first"):
-        batch = batch_for(unallocated, verify, [9], 3)
-        unallocated.init_forward_metadata_out_graph(batch, in_capture=True)
-
-
-@pytest.mark.parametrize("field", ["seq_lens", "req_pool_indices", "out_cache_loc"])
-def test_index_tensors_of_another_dtype_are_refused(field: str) -> None:
-    planner = backend()
-    batch = batch_for(planner, ForwardMode.DECODE, [9, 8], 2)
-    setattr(batch, field, getattr(batch, field).int())
-    with pytest.raises(ContractError, match=rf"{field}.dtype = torch.int32 .* torch.int64"):
-        planner.init_forward_metadata(batch)
-
-
-def test_what_a_backend_is_built_from() -> None:
-    wide = ReqToTokenPool(4, 40)
-    wide.req_to_token = wide.req_to_token.long()
-    with pytest.raises(ContractError, match=r"req_to_token.dtype = torch.int64"):
-        backend(req_to_token_pool=wide)
-    with pytest.raises(CapacityError, match=r"columns = 24 .* >= 25, the context and one round"):
-        backend(req_to_token_pool=ReqToTokenPool(4, CONTEXT + 2))
-    with pytest.raises(ContractError, match=r"num_draft_tokens = 0 .* >= 1 in target_verify"):
-        plan(backend(num_draft_tokens=0), ForwardMode.TARGET_VERIFY, [9], 3)
-
-
-def test_forward_follows_the_plan_of_its_mode() -> None:
-    planner = backend()
-    q = torch.zeros(2, 4, 8)
-    batch = batch_for(planner, ForwardMode.DECODE, [9, 8], 2)
-    with pytest.raises(ContractError, match="none: plan it first"):
-        planner.forward_decode(q, q[:, :2], q[:, :2], None, batch)  # type: ignore[arg-type]
-    plan(planner, ForwardMode.TARGET_VERIFY, [9, 8], 6)
-    with pytest.raises(ContractError, match=r"'DECODE' .* the planned one, TARGET_VERIFY"):
-        planner.forward_decode(q, q[:, :2], q[:, :2], None, batch)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("committed", [CONTEXT, CONTEXT + 1])
-def test_the_context_wall(committed: int) -> None:
-    planner = backend()
-    batch = batch_for(planner, ForwardMode.TARGET_VERIFY, [committed], 3)
-    planner.init_forward_metadata(batch)
-    q, kv = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8)
-    if committed == CONTEXT:
-        planner.forward(q, kv, kv, mha_layer(), batch)
-        return
-    with pytest.raises(KernelRefusal, match=r"max_seq_len = 25 .* >= 26"):
-        planner.forward(q, kv, kv, mha_layer(), batch)

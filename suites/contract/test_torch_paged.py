@@ -2,48 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fixtures.toy_attention import HEADS, PAGES, RANK, ROPE, ROWS, dense, mha_pool, mla_pool, slots
+from fixtures.toy_attention import HEADS, RANK, ROPE, ROWS, dense, mha_pool, mla_pool, slots
+from fixtures.toy_calls import LENS, Q_LEN, int32, ragged, uniform
 from harness.backends.metadata import packed_causal_mask
 from harness.capability import REFERENCE
 from harness.providers import attention
 from harness.providers.torch_paged import TorchPaged
-
-LENS = (13, 7)
-Q_LEN = 3
-
-
-def int32(*values: Any) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def paging(lens: tuple[int, ...] = LENS, **changes: Any) -> dict[str, Any]:
-    return {
-        "block_tables": int32(*(PAGES[row] for row in ROWS)),
-        "seq_lens": int32(*lens),
-        "bmm1_scale": 0.4,
-        "bmm2_scale": 1.0,
-        "out_dtype": torch.float32,
-    } | changes
-
-
-def uniform(lens: tuple[int, ...] = LENS, **changes: Any) -> dict[str, Any]:
-    return paging(lens) | {"q_len_per_req": Q_LEN, "max_seq_len": 28} | changes
-
-
-def ragged(q_lens: tuple[int, ...], lens: tuple[int, ...] = LENS, **changes: Any) -> dict[str, Any]:
-    cut = {
-        "cu_seqlens_q": int32(0, q_lens[0], sum(q_lens)),
-        "cu_seqlens_k": int32(0, lens[0], sum(lens)),
-    }
-    limits = {"max_q_len": max(q_lens), "max_kv_len": 28, "batch_size": 2}
-    return paging(lens) | cut | limits | changes
 
 
 def expected(
@@ -166,7 +135,7 @@ def test_pages_past_the_end_are_never_looked_up(provider: TorchPaged) -> None:
     pool, q = mha_pool(), torch.randn(6, HEADS, 8)
     tables = uniform()["block_tables"]
     clean = provider.decode(q, *pool.get_kv_buffer(0), **uniform())
-    tables[0, 4:], tables[1, 2:] = 10**6, -5
+    tables[0, 4:], tables[1, 2:] = -5, 10**6
     call = uniform(block_tables=tables)
     assert torch.equal(provider.decode(q, *pool.get_kv_buffer(0), **call), clean)
 
@@ -190,59 +159,6 @@ def test_blocks_of_queries_change_nothing(
     whole = provider.decode(q, *pool.get_kv_buffer(0), **uniform())
     monkeypatch.setattr(attention, "SCORES_PER_BLOCK", 1)
     torch.testing.assert_close(provider.decode(q, *pool.get_kv_buffer(0), **uniform()), whole)
-
-
-class Recorder(TorchDispatchMode):
-    """Names of the operations dispatched inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def entries(provider: TorchPaged, device: str = "cpu") -> dict[str, Any]:
-    """Every entry by name, called once when called."""
-
-    def move(call: dict[str, Any]) -> dict[str, Any]:
-        return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
-
-    mha = [t.to(device) for t in (torch.randn(6, HEADS, 8), *mha_pool().get_kv_buffer(0))]
-    mla = [t.to(device) for t in (torch.randn(6, HEADS, 20), mla_pool().get_key_buffer(0))]
-    rank = {"kv_lora_rank": RANK}
-    return {
-        "paged_decode": partial(provider.decode, *mha, **move(uniform())),
-        "paged_context": partial(provider.context, *mha, **move(ragged((2, 4)))),
-        "mla_decode": partial(provider.mla_decode, *mla, **move(uniform(**rank))),
-        "mla_context": partial(provider.mla_context, *mla, **move(ragged((2, 4), **rank))),
-    }
-
-
-@pytest.mark.parametrize("name", ["paged_decode", "paged_context", "mla_decode", "mla_context"])
-def test_every_entry_is_one_opaque_operation(provider: TorchPaged, name: str) -> None:
-    call = entries(provider)[name]
-    with Recorder() as recorder:
-        call()
-    assert recorder.names == [f"specgate.{name}.default"]
-    on_meta = entries(provider, "meta")[name]()
-    assert on_meta.shape == call().shape
-    assert on_meta.dtype == torch.float32
-
-
-def test_a_captured_stream_is_never_read(
-    provider: TorchPaged, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = entries(provider)
-    wanted = {name: call() for name, call in calls.items()}
-    for module in ("paged", "values", "ops", "attention"):
-        monkeypatch.setattr(f"harness.providers.{module}.is_readable", lambda _: False)
-    for name, call in calls.items():
-        torch.testing.assert_close(call(), wanted[name])
 
 
 def test_thirty_two_thousand_tokens(provider: TorchPaged) -> None:
