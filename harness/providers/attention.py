@@ -47,7 +47,7 @@ def visible_keys(position: torch.Tensor, num_keys: int, softmax: Softmax) -> tor
         bits = ((words >> (query % 16)) & 1).bool()
         own = (key - position[:, :1])[:, None, :].expand(-1, queries, -1)
         chosen = bits.gather(2, own.clamp(0, queries - 1))
-        seen = torch.where((own >= 0) & (own < queries), chosen, seen & (own < 0))
+        seen = torch.where((own >= 0) & (own < queries), chosen, seen)
     if softmax.window_left >= 0:
         seen = seen & (key >= position[:, :, None] - softmax.window_left)
     return seen

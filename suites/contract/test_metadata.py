@@ -16,6 +16,7 @@ from fixtures.toy_attention import (
     swa_pool,
 )
 from fixtures.toy_planning import EXTEND_LENS, Buckets, accepted, batch_for, plan, toy_backend
+from fixtures.toy_scenes import phase_id
 from harness.backends.metadata import packed_causal_mask
 from harness.backends.mla import TRTLLMMLABackend
 from harness.capability import TRTLLM_GEN_MLA, XQA
@@ -41,7 +42,9 @@ PHASES: tuple[tuple[ForwardMode, int, dict[str, Any], list[int], list[int], int]
 )
 
 
-@pytest.mark.parametrize(("mode", "tokens", "carried", "keys", "cu_q", "longest"), PHASES)
+@pytest.mark.parametrize(
+    ("mode", "tokens", "carried", "keys", "cu_q", "longest"), PHASES, ids=phase_id
+)
 def test_lengths_and_pages_of_every_phase(
     mode: ForwardMode,
     tokens: int,
@@ -138,7 +141,7 @@ def test_packed_mask_bits() -> None:
     assert mask.to(torch.int32).tolist() == [[[1, 0], [3, 0], [7, 0]]] * 2
 
 
-@pytest.mark.parametrize("mode", [ForwardMode.TARGET_VERIFY, ForwardMode.DECODE])
+@pytest.mark.parametrize("mode", [ForwardMode.TARGET_VERIFY, ForwardMode.DECODE], ids=phase_id)
 def test_a_mask_is_planned_where_the_kernel_needs_one(mode: ForwardMode) -> None:
     planner = toy_backend(provider=TorchPaged(XQA))
     mask = plan(planner, mode, [9, 8], 6).packed_mask

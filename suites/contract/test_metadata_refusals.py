@@ -9,6 +9,7 @@ import torch
 
 from fixtures.toy_attention import CONTEXT, mha_layer
 from fixtures.toy_planning import EXTEND_LENS, Buckets, accepted, batch_for, plan, toy_backend
+from fixtures.toy_scenes import phase_id
 from harness.errors import CapacityError, ContractError, KernelRefusal
 from harness.upstream.batch import EagleVerifyInput, ForwardMode
 from harness.upstream.pools import ReqToTokenPool
@@ -36,7 +37,7 @@ EAGER_ERRORS: tuple[tuple[ForwardMode, dict[str, Any], type[Exception], str], ..
 )
 
 
-@pytest.mark.parametrize(("mode", "carried", "error", "text"), EAGER_ERRORS)
+@pytest.mark.parametrize(("mode", "carried", "error", "text"), EAGER_ERRORS, ids=phase_id)
 def test_what_eager_planning_refuses(
     mode: ForwardMode, carried: dict[str, Any], error: type[Exception], text: str
 ) -> None:

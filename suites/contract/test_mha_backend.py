@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fixtures.toy_attention import ROWS, dense, mha_layer, mha_pool, slots, swa_pool
-from fixtures.toy_scenes import TOTALS, MHAScene, toy_sized
+from fixtures.toy_scenes import TOTALS, MHAScene, phase_id, toy_sized
 from harness.backends.mha import TRTLLMHAAttnBackend
 from harness.backends.unoptimized import ContextKernelMHABackend, VerifyFixUpMHABackend
 from harness.capability import REFERENCE, TRTLLM_GEN_MHA, XQA
@@ -26,7 +26,7 @@ PHASES = (
     (V1, (2, 2), "context"),
     (V2, (3, 3), "decode"),
 )
-every_phase = pytest.mark.parametrize(("mode", "q_lens", "kernel"), PHASES)
+every_phase = pytest.mark.parametrize(("mode", "q_lens", "kernel"), PHASES, ids=phase_id)
 
 
 @every_phase
@@ -41,7 +41,7 @@ def test_every_phase_equals_dense(mode: ForwardMode, q_lens: tuple[int, int], ke
     assert scene.provider.calls == [kernel]
 
 
-@pytest.mark.parametrize(("mode", "q_lens", "kernel"), PHASES[1:])
+@pytest.mark.parametrize(("mode", "q_lens", "kernel"), PHASES[1:], ids=phase_id)
 def test_host_mirrors_are_not_looked_at(
     mode: ForwardMode, q_lens: tuple[int, int], kernel: str
 ) -> None:
@@ -101,7 +101,7 @@ def test_keys_are_kept_where_the_caller_saved_them() -> None:
     torch.testing.assert_close(obtained, scene.expected(inputs, (3, 3)))
 
 
-@pytest.mark.parametrize("mode", [VERIFY, V2, V1, ForwardMode.DECODE])
+@pytest.mark.parametrize("mode", [VERIFY, V2, V1, ForwardMode.DECODE], ids=phase_id)
 def test_swa_layers_read_and_write_the_swa_pool(mode: ForwardMode) -> None:
     scene = MHAScene(pool=swa_pool())
     q_lens = (1, 1) if mode.is_decode() else (3, 3)
@@ -162,7 +162,7 @@ def test_idle_gives_zeros() -> None:
     assert torch.equal(obtained, torch.zeros(2, 32))
 
 
-@pytest.mark.parametrize("mode", [VERIFY, V2])
+@pytest.mark.parametrize("mode", [VERIFY, V2], ids=phase_id)
 def test_the_context_kernel_peer_uses_the_context_kernel_and_agrees(mode: ForwardMode) -> None:
     scene = MHAScene(ContextKernelMHABackend)
     batch, inputs = scene.batch(mode, (3, 3)), scene.inputs(6)

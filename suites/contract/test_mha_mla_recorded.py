@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fixtures.toy_scenes import MHAScene, MLAScene
+from fixtures.toy_scenes import MHAScene, MLAScene, phase_id
 from harness.backends.mha import TRTLLMHAAttnBackend
 from harness.backends.mla import TRTLLMMLABackend
 from harness.backends.unoptimized import (
@@ -28,7 +28,7 @@ KINDS: tuple[tuple[Any, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name.lower())
+@pytest.mark.parametrize("mode", MODES, ids=phase_id)
 @pytest.mark.parametrize(("scene_of", "kind"), KINDS, ids=lambda kind: kind.__name__)
 def test_replay_equals_dense(scene_of: Any, kind: Any, mode: ForwardMode) -> None:
     scene = scene_of(kind)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fixtures.toy_attention import CONTEXT, DRAFTS, RANK, ROWS, mla_layer, mla_pool, slots
-from fixtures.toy_scenes import TOTALS, MLAScene, toy_sized
+from fixtures.toy_scenes import TOTALS, MLAScene, phase_id, toy_sized
 from harness.backends.mla import TRTLLMMLABackend
 from harness.backends.unoptimized import HostLengthsMLABackend
 from harness.capability import REFERENCE, TRTLLM_GEN_MLA
@@ -29,7 +29,7 @@ PHASES = (
 )
 
 
-@pytest.mark.parametrize(("mode", "q_lens", "kernel"), PHASES)
+@pytest.mark.parametrize(("mode", "q_lens", "kernel"), PHASES, ids=phase_id)
 @pytest.mark.parametrize("kind", [TRTLLMMLABackend, HostLengthsMLABackend])
 def test_every_phase_equals_dense_and_pads_with_zeros(
     kind: Any, mode: ForwardMode, q_lens: tuple[int, int], kernel: str
@@ -51,7 +51,7 @@ def test_every_phase_equals_dense_and_pads_with_zeros(
     assert scene.provider.calls == [kernel]
 
 
-@pytest.mark.parametrize(("mode", "q_lens", "kernel"), PHASES[1:])
+@pytest.mark.parametrize(("mode", "q_lens", "kernel"), PHASES[1:], ids=phase_id)
 def test_host_mirrors_are_not_looked_at(
     mode: ForwardMode, q_lens: tuple[int, int], kernel: str
 ) -> None:
