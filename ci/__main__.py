@@ -63,7 +63,8 @@ def run_lane(lane: str, args: list[str]) -> int:
         return 1
     print(f"ci: lane {lane} (its environment is made on the first run)", flush=True)
     tox = [str(python), "-m", "tox", "run", "-qq", "--root", str(ROOT), "-e", lane]
-    return subprocess.run([*tox, "--", *args], cwd=ROOT, check=False).returncode
+    handed_on = ["--", *args] if args else []
+    return subprocess.run([*tox, *handed_on], cwd=ROOT, check=False).returncode
 
 
 def main(argv: list[str]) -> int:

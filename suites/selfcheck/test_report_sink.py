@@ -14,12 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TESTS = """
 import os, signal
 import pytest
-from harness.record import Environment, Record, Verdict
-
-def trial(case, verdict=Verdict.PASSED, **facts):
-    environment = Environment(python="", torch="", platform="", processor="", device="cpu")
-    names = dict(subject="s", family="mha", mode="decode", execution="eager", device="cpu")
-    return Record(case=case, verdict=verdict, environment=environment, **names, **facts)
+from fixtures.trials import trial
+from harness.record import Verdict
 
 @pytest.mark.parametrize("case", ["one", "two"])
 def test_passes(record_trial, case):

@@ -1,0 +1,183 @@
+"""``python -m ci.report RECORDS [--out PAGE]``: a table in the terminal and one offline page."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from rich.console import Console
+from rich.table import Table
+
+from ci import gate, summary
+from harness.errors import UsageError
+from harness.record import Record, read_records
+
+HERE = Path(__file__).parent
+
+
+def times(ratio: float) -> str:
+    """A ratio of error to allowed as shown: two digits below ten, ∞ for what is no number."""
+    if not math.isfinite(ratio):
+        return "∞"
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.3g}"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar of an accept-length histogram; shares are of the tallest bar and of all steps."""
+
+    length: int
+    steps: int
+    height: float
+    share: float
+
+
+def bars(counts: dict[int, int]) -> list[Bar]:
+    """One bar a length from 1 to the longest seen, gaps included."""
+    tallest, total = max(counts.values()), sum(counts.values())
+    return [
+        Bar(length, steps, steps / tallest, steps / total)
+        for length in range(1, max(counts) + 1)
+        for steps in [counts.get(length, 0)]
+    ]
+
+
+def histograms(records: Sequence[Record]) -> list[dict[str, object]]:
+    """One entry a (pair, subject, execution), as the page draws it."""
+    return [
+        {
+            "pair": pair,
+            "subject": subject,
+            "execution": execution,
+            "bars": bars(counts),
+            "steps": counts.total(),
+            "mean": sum(length * steps for length, steps in counts.items()) / counts.total(),
+        }
+        for (pair, subject, execution), counts in summary.accept_lengths(records).items()
+    ]
+
+
+def row(record: Record) -> dict[str, object]:
+    """A record as the page's script reads it: no environment, no number JSON cannot say."""
+    data = asdict(record)
+    del data["environment"], data["planned"]
+    data["red"] = record.verdict.is_red
+    data["worst"] = min(record.worst, sys.float_info.max)
+    data["quantities"] = [
+        [q.name, f"{q.error:.3g}", f"{q.allowed:.3g}", times(q.ratio), q.where, q.ratio > 1]
+        for q in record.quantities
+    ]
+    return data
+
+
+def embedded(value: object) -> Markup:
+    """JSON that cannot end the script element it stands in."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    return Markup(text.replace("<", "\\u003c"))
+
+
+def page(records: Sequence[Record]) -> str:
+    """The report: one self-contained HTML document."""
+    jinja = Environment(
+        loader=FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    jinja.filters["times"] = times
+    effect_names, effect_rows = summary.effects(records)
+    return jinja.get_template("report.html").render(
+        records=records,
+        problems=gate.problems(records),
+        census=summary.census(records),
+        columns=summary.columns(records),
+        matrix=summary.matrix(records),
+        reasons=summary.reasons(records),
+        histograms=histograms(records),
+        effect_names=effect_names,
+        effects=effect_rows,
+        environments=[asdict(e) for e in dict.fromkeys(r.environment for r in records)],
+        rate=summary.rate(records),
+        rows=embedded([row(record) for record in records]),
+    )
+
+
+def write_page(path: Path, records: Sequence[Record]) -> None:
+    """Write the page whole or not at all.
+
+    Raises:
+        UsageError: the path cannot be written.
+    """
+    unfinished = path.with_name(path.name + ".part")
+    try:
+        unfinished.write_text(page(records), encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise UsageError(f"--out = {str(path)!r} is not accepted: {error.strerror}") from error
+
+
+def table(records: Sequence[Record]) -> Table:
+    """A line a subject: what ran, and the worst error / allowed of each execution."""
+    executions = list(dict.fromkeys(execution for _, execution in summary.columns(records)))
+    shown = Table()
+    shown.add_column("subject", no_wrap=True)
+    for name in ("run", "red", "not run", *(f"worst {name}" for name in executions)):
+        shown.add_column(name, justify="right")
+    for (subject, device), cells in summary.matrix(records).items():
+        whole = summary.merged(cells.values())
+        by_execution = [
+            summary.merged(cell for (_, e), cell in cells.items() if e == execution)
+            for execution in executions
+        ]
+        counts = (whole.ran, whole.red, len(whole.records) - whole.ran)
+        worst = (times(cell.worst) if cell.compared else "–" for cell in by_execution)
+        style = "bold red" if whole.state == "red" else ""
+        shown.add_row(f"{subject} @ {device}", *map(str, counts), *worst, style=style)
+    return shown
+
+
+def show(records: Sequence[Record], console: Console) -> None:
+    """Print the table, the census and the rate."""
+    console.print(table(records))
+    count = summary.census(records)
+    console.print(
+        f"planned {count.planned} = run {count.run} + refused {count.refused} "
+        f"+ waived {count.waived}; {summary.rate(records):.1f} differential cases/s per worker",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code: 0, or 2 for records or a path that cannot be used."""
+    parser = argparse.ArgumentParser(prog="python -m ci.report", description=__doc__)
+    parser.add_argument("records", type=Path, metavar="RECORDS", help="a records.jsonl")
+    parser.add_argument("--out", type=Path, metavar="PAGE", help="where the page is written")
+    options = parser.parse_args(argv)
+    try:
+        records = list(read_records(options.records))
+        if options.out is not None:
+            write_page(options.out, records)
+    except UsageError as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 2
+    show(records, Console())
+    if options.out is not None:
+        print(f"report: {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

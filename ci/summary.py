@@ -1,0 +1,154 @@
+"""What a set of records says: pure functions from records to small tables, no text and no colour."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from harness.case import Execution, Mode
+from harness.record import Record, Verdict
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def identity(record: Record) -> tuple[str, str, str, str, str]:
+    """What no two records of a run may share."""
+    return (record.case, record.subject, record.mode, record.execution, record.device)
+
+
+def ran(record: Record) -> bool:
+    """Whether the trial launched anything."""
+    return record.verdict not in (Verdict.REFUSED, Verdict.WAIVED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """All trials of one subject in one mode and execution."""
+
+    records: tuple[Record, ...]
+
+    @property
+    def ran(self) -> int:
+        """Trials that launched."""
+        return sum(map(ran, self.records))
+
+    @property
+    def red(self) -> int:
+        """Trials a gate must fail on."""
+        return sum(record.verdict.is_red for record in self.records)
+
+    @property
+    def compared(self) -> bool:
+        """Whether any trial compared numbers; a generation compares tokens alone."""
+        return any(record.quantities for record in self.records)
+
+    @property
+    def worst(self) -> float:
+        """Largest error / allowed over the trials."""
+        return max((record.worst for record in self.records), default=0.0)
+
+    @property
+    def state(self) -> str:
+        """"red", "passed" or, where nothing launched, "refused"."""
+        if self.red or self.worst > 1:
+            return "red"
+        return "passed" if self.ran else "refused"
+
+
+def merged(cells: Iterable[Cell]) -> Cell:
+    """One cell of all their trials."""
+    return Cell(records=tuple(record for cell in cells for record in cell.records))
+
+
+@dataclass(frozen=True)
+class Census:
+    """planned = run + refused + waived; anything else is red."""
+
+    planned: int
+    run: int
+    refused: int
+    waived: int
+
+    @property
+    def missing(self) -> int:
+        """Trials that were planned and left no record; negative if more came than planned."""
+        return self.planned - self.run - self.refused - self.waived
+
+
+def census(records: Sequence[Record]) -> Census:
+    """Counts of one run; ``planned`` is what its records say, 0 where they disagree."""
+    plans = {record.planned for record in records}
+    verdicts = Counter(record.verdict for record in records)
+    return Census(
+        planned=plans.pop() if len(plans) == 1 else 0,
+        run=sum(map(ran, records)),
+        refused=verdicts[Verdict.REFUSED],
+        waived=verdicts[Verdict.WAIVED],
+    )
+
+
+def reasons(records: Iterable[Record]) -> list[tuple[str, str, int]]:
+    """(verdict, reason, trials) of what did not run, most frequent first."""
+    counts = Counter((str(r.verdict), r.message) for r in records if not ran(r))
+    return [(verdict, reason, count) for (verdict, reason), count in counts.most_common()]
+
+
+def columns(records: Sequence[Record]) -> list[tuple[str, str]]:
+    """(mode, execution) of the matrix: the order of the enums, then that of appearance."""
+    seen = dict.fromkeys((record.mode, record.execution) for record in records)
+    modes = dict.fromkeys([*map(str, Mode), *(mode for mode, _ in seen)])
+    executions = dict.fromkeys([*map(str, Execution), *(execution for _, execution in seen)])
+    return [(m, e) for m in modes for e in executions if (m, e) in seen]
+
+
+def matrix(records: Iterable[Record]) -> dict[tuple[str, str], dict[tuple[str, str], Cell]]:
+    """(subject, device) -> (mode, execution) -> cell; what was never planned is absent."""
+    rows = _grouped(records, lambda r: (r.subject, r.device))
+    return {
+        subject: {
+            column: Cell(records=tuple(group))
+            for column, group in _grouped(trials, lambda r: (r.mode, r.execution)).items()
+        }
+        for subject, trials in sorted(rows.items())
+    }
+
+
+def accept_lengths(records: Iterable[Record]) -> dict[tuple[str, str, str], Counter[int]]:
+    """(pair, subject, execution) -> how often a verify step accepted that many tokens.
+
+    A generation's case is "pair/prompt"; its pair is the part before the first slash.
+    """
+    counts: defaultdict[tuple[str, str, str], Counter[int]] = defaultdict(Counter)
+    for record in records:
+        if record.accept_lengths:
+            pair = record.case.partition("/")[0]
+            counts[pair, record.subject, record.execution].update(record.accept_lengths)
+    return dict(sorted(counts.items()))
+
+
+def effects(
+    records: Iterable[Record],
+) -> tuple[list[str], dict[tuple[str, str, str], dict[str, list[int]]]]:
+    """Names of all effects and (subject, mode, execution) -> name -> distinct exact counts."""
+    counted = [record for record in records if record.effects]
+    names = sorted({name for record in counted for name in record.effects})
+    groups = _grouped(counted, lambda r: (r.subject, r.mode, r.execution))
+    return names, {
+        key: {name: sorted({r.effects[name] for r in group if name in r.effects}) for name in names}
+        for key, group in sorted(groups.items())
+    }
+
+
+def rate(records: Iterable[Record]) -> float:
+    """Differential cases a second of one worker, start-up aside; 0 where none was timed."""
+    timed = [r.seconds for r in records if ran(r) and r.quantities and not r.accept_lengths]
+    return len(timed) / sum(timed) if sum(timed) > 0 else 0.0
+
+
+def _grouped(records: Iterable[Record], key: Callable[[Record], Key]) -> dict[Key, list[Record]]:
+    groups: defaultdict[Key, list[Record]] = defaultdict(list)
+    for record in records:
+        groups[key(record)].append(record)
+    return dict(groups)

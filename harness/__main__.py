@@ -1,0 +1,85 @@
+"""``specgate run | golden | report``: short names for what pytest and the gates do.
+
+Nothing is imported from them: the harness knows neither, it starts them as a user would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DIFFERENTIAL = ("suites/differential", "suites/speculative")
+GOLDEN_MODES = ("verify", "add", "rewrite")
+LEFT_RECORDS = (0, 1, 2)
+"""Exit codes of a pytest that ran tests: passed, failed, interrupted."""
+
+
+def start(module: str, *args: str) -> int:
+    """Exit code of ``python -m module args``, run in the repository."""
+    with subprocess.Popen([sys.executable, "-m", module, *args], cwd=ROOT) as process:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                # The terminal told the child too; it ends by itself and keeps its records.
+                continue
+
+
+def run(report: Path, args: Sequence[str]) -> int:
+    """Run every case, then report and gate what was recorded, even if the run was cut short.
+
+    Args:
+        report: folder of ``records.jsonl`` and ``index.html``.
+        args: handed to pytest.
+
+    Returns:
+        The first exit code that is not zero: pytest's, the report's, the gate's.
+    """
+    folder = report.absolute()
+    parallel = ("-n", "auto", "--maxprocesses", "8")
+    codes = [start("pytest", *DIFFERENTIAL, *parallel, "--report", str(folder), *args)]
+    if codes[0] in LEFT_RECORDS:
+        records = str(folder / "records.jsonl")
+        codes.append(start("ci.report", records, "--out", str(folder / "index.html")))
+        codes.append(start("ci.gate", records))
+    return next(filter(None, codes), 0)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line: one subcommand a verb; what they do not know goes to pytest."""
+    made = argparse.ArgumentParser(prog="specgate", description=__doc__)
+    verbs = made.add_subparsers(dest="verb", required=True, metavar="run | golden | report")
+    runs = verbs.add_parser("run", allow_abbrev=False, help="run every case on this machine, report and gate")
+    runs.add_argument("--report", type=Path, default=Path("report"), metavar="DIR")
+    goldens = verbs.add_parser("golden", allow_abbrev=False, help="verify, add or rewrite the recorded answers")
+    goldens.add_argument("mode", choices=GOLDEN_MODES)
+    reports = verbs.add_parser("report", allow_abbrev=False, help="print records and write their page")
+    reports.add_argument("records", metavar="RECORDS")
+    reports.add_argument("--out", metavar="PAGE")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of the verb; 2 for a command line that makes no sense.
+
+    Args:
+        argv: the command line without the program's name; the process's own if None.
+    """
+    commands = parser()
+    options, args = commands.parse_known_args(argv)
+    if options.verb == "run":
+        return run(options.report, args)
+    if options.verb == "golden":
+        return start("pytest", "suites", f"--golden={options.mode}", *args)
+    if args:
+        commands.error(f"unrecognized arguments: {' '.join(args)}")
+    out = ("--out", str(Path(options.out).absolute())) if options.out else ()
+    return start("ci.report", str(Path(options.records).absolute()), *out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""``specgate`` starts what its verbs stand for, passes arguments on and returns the first failure."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from harness import __main__ as cli
+
+
+class Started:
+    """Stands in for processes: remembers what was started, answers with exit codes by module."""
+
+    def __init__(self, codes: dict[str, int]) -> None:
+        self.codes = codes
+        self.calls: list[tuple[str, ...]] = []
+
+    def __call__(self, module: str, *args: str) -> int:
+        self.calls.append((module, *args))
+        return self.codes.get(module, 0)
+
+
+def started(monkeypatch: pytest.MonkeyPatch, **codes: int) -> Started:
+    stand_in = Started({name.replace("_", "."): code for name, code in codes.items()})
+    monkeypatch.setattr(cli, "start", stand_in)
+    return stand_in
+
+
+def test_run_tests_reports_and_gates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stand_in = started(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "--report", "out", "-k", "draft_extend_v2", "-x"]) == 0
+    folder = tmp_path / "out"
+    pytest_call, *after = stand_in.calls
+    assert pytest_call[:3] == ("pytest", "suites/differential", "suites/speculative")
+    assert pytest_call[-5:] == ("--report", str(folder), "-k", "draft_extend_v2", "-x")
+    assert after == [
+        ("ci.report", f"{folder}/records.jsonl", "--out", f"{folder}/index.html"),
+        ("ci.gate", f"{folder}/records.jsonl"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("codes", "ended", "calls"),
+    [
+        pytest.param({"pytest": 1}, 1, 3, id="failed-tests-are-reported"),
+        pytest.param({"pytest": 2, "ci_gate": 1}, 2, 3, id="interrupted-run-is-reported"),
+        pytest.param({"pytest": 4}, 4, 1, id="usage-error-stops"),
+        pytest.param({"pytest": 5}, 5, 1, id="nothing-collected-stops"),
+        pytest.param({"ci_gate": 1}, 1, 3, id="gate-decides"),
+        pytest.param({"ci_report": 2, "ci_gate": 1}, 2, 3, id="first-failure-counts"),
+    ],
+)
+def test_run_returns_the_first_failure(
+    monkeypatch: pytest.MonkeyPatch, codes: dict[str, int], ended: int, calls: int
+) -> None:
+    stand_in = started(monkeypatch, **codes)
+    assert cli.main(["run"]) == ended
+    assert len(stand_in.calls) == calls
+
+
+@pytest.mark.parametrize("mode", ["verify", "add", "rewrite"])
+def test_golden_hands_its_mode_to_pytest(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    stand_in = started(monkeypatch, pytest=1)
+    assert cli.main(["golden", mode, "-k", "decode"]) == 1
+    assert stand_in.calls == [("pytest", "suites", f"--golden={mode}", "-k", "decode")]
+
+
+def test_report_hands_its_paths_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stand_in = started(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report", "a.jsonl", "--out", "b.html"]) == 0
+    assert cli.main(["report", "a.jsonl"]) == 0
+    records, page = str(tmp_path / "a.jsonl"), str(tmp_path / "b.html")
+    assert stand_in.calls == [("ci.report", records, "--out", page), ("ci.report", records)]
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ([], "the following arguments are required"),
+        (["nonsense"], "invalid choice: 'nonsense'"),
+        (["golden", "burn"], "invalid choice: 'burn'"),
+        (["report", "a.jsonl", "--fast"], "unrecognized arguments: --fast"),
+    ],
+)
+def test_bad_command_line_is_refused(
+    argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_start_runs_a_module_in_the_repository(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.start("ci") == 0
+    assert capfd.readouterr().out.startswith("usage: python3 -m ci LANE")
+    assert cli.start("ci", "no-such-lane") == 2
+
+
+def test_interrupt_waits_for_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Child:
+        waits = iter([KeyboardInterrupt(), KeyboardInterrupt(), 2])
+
+        def __enter__(self) -> Child:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            return
+
+        def wait(self) -> int:
+            ended = next(self.waits)
+            if isinstance(ended, KeyboardInterrupt):
+                raise ended
+            return ended
+
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: Child())
+    assert cli.start("pytest") == 2
