@@ -59,7 +59,8 @@ def run_lane(lane: str, args: list[str]) -> int:
     try:
         python = tool_environment()
     except subprocess.CalledProcessError as error:
-        print(f"ci: no tool environment: {error.cmd} ended with {error.returncode}", file=sys.stderr)
+        cause = f"{error.cmd} ended with {error.returncode}"
+        print(f"ci: no tool environment: {cause}", file=sys.stderr)
         return 1
     print(f"ci: lane {lane} (its environment is made on the first run)", flush=True)
     tox = [str(python), "-m", "tox", "run", "-qq", "--root", str(ROOT), "-e", lane]
@@ -80,15 +81,15 @@ def main(argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("lane", nargs="?", metavar="LANE", help="which lane to run")
-    own, args = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    lane = parser.parse_args(own).lane
+    end = argv.index("--") if "--" in argv else len(argv)
+    lane = parser.parse_args(argv[:end]).lane
     if lane is None:
         parser.print_help()
         return 0
     if lane not in lanes():
         print(f"ci: lane = {lane!r} is not accepted; accepted:\n{menu()}", file=sys.stderr)
         return 2
-    return run_lane(lane, args)
+    return run_lane(lane, argv[end + 1 :])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a set of records says: pure functions from records to small tables, no text and no colour."""
+"""What a set of records says: pure functions from records to small tables, no text, no colour."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Cell:
 
     @property
     def state(self) -> str:
-        """"red", "passed" or, where nothing launched, "refused"."""
+        """One of "red", "passed" and, where nothing launched, "refused"."""
         if self.red or self.worst > 1:
             return "red"
         return "passed" if self.ran else "refused"

@@ -53,11 +53,11 @@ def parser() -> argparse.ArgumentParser:
     """The command line: one subcommand a verb; what they do not know goes to pytest."""
     made = argparse.ArgumentParser(prog="specgate", description=__doc__)
     verbs = made.add_subparsers(dest="verb", required=True, metavar="run | golden | report")
-    runs = verbs.add_parser("run", allow_abbrev=False, help="run every case on this machine, report and gate")
+    runs = verbs.add_parser("run", help="run every case on this machine, report and gate")
     runs.add_argument("--report", type=Path, default=Path("report"), metavar="DIR")
-    goldens = verbs.add_parser("golden", allow_abbrev=False, help="verify, add or rewrite the recorded answers")
+    goldens = verbs.add_parser("golden", help="verify, add or rewrite the recorded answers")
     goldens.add_argument("mode", choices=GOLDEN_MODES)
-    reports = verbs.add_parser("report", allow_abbrev=False, help="print records and write their page")
+    reports = verbs.add_parser("report", help="print records, write their page")
     reports.add_argument("records", metavar="RECORDS")
     reports.add_argument("--out", metavar="PAGE")
     return made

@@ -56,7 +56,7 @@ class Quantity:
 
     @property
     def ratio(self) -> float:
-        """error / allowed, above 1 is red; infinite where either is not a number."""
+        """Error / allowed, above 1 is red; infinite where either is not a number."""
         if self.error == 0:
             return 0.0
         ratio = self.error / self.allowed if self.allowed else math.inf

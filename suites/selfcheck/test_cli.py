@@ -1,4 +1,4 @@
-"""``specgate`` starts what its verbs stand for, passes arguments on and returns the first failure."""
+"""``specgate`` starts what its verbs stand for and returns the first failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report shows what the records say, neither more nor less, in one page that needs no network."""
+"""The report shows what the records say, no more and no less, in one page that needs no network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from ci import report, summary
 from fixtures.trials import ENVIRONMENT, compared, trial
-from harness.record import Record, Verdict, write_records
+from harness.record import Verdict, write_records
 
 GRAPH = {"execution": "graph"}
 RECORDS = [

@@ -1,4 +1,4 @@
-"""Every trial leaves one whole record in the file, whichever process ran it and however it ended."""
+"""Every trial leaves one whole record, whichever process ran it and however it ended."""
 
 from __future__ import annotations
 

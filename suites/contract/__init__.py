@@ -1,0 +1,1 @@
+"""Claims: every part refuses what breaks its contract, and says why."""

@@ -1,0 +1,1 @@
+"""Claims: a replay equals the eager forward, whatever ran before it."""

@@ -1,0 +1,1 @@
+"""Claims: the harness itself is right, judged by hand-worked numbers and planted faults."""

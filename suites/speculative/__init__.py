@@ -1,0 +1,1 @@
+"""Claims: speculative greedy output equals plain greedy output, token for token."""
