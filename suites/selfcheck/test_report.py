@@ -79,7 +79,7 @@ def test_reasons_come_most_frequent_first() -> None:
 
 
 def test_rate_counts_compared_trials_alone() -> None:
-    assert summary.rate(RECORDS) == 3.0
+    assert summary.rate([*RECORDS, trial("uncompared", seconds=7.0)]) == 3.0
     assert summary.rate(RECORDS[3:]) == 0.0
 
 
