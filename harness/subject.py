@@ -1,0 +1,202 @@
+"""The composition root: names become providers, backends, models and graph runners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from harness.backends.mha import TRTLLMHAAttnBackend
+from harness.backends.mla import TRTLLMMLABackend
+from harness.backends.multi_step_draft import (
+    TRTLLMHAAttnMultiStepDraftBackend,
+    TRTLLMMLAMultiStepDraftBackend,
+)
+from harness.backends.unoptimized import (
+    ContextKernelMHABackend,
+    HostLengthsMLABackend,
+    KVIndicesMLAMultiStepDraftBackend,
+    VerifyFixUpMHABackend,
+)
+from harness.capability import CAPABILITIES, Capability, refusal
+from harness.case import Case, Execution, Family, Mode
+from harness.engine.draft import multi_step_draft
+from harness.engine.models.probe import ProbeModel
+from harness.errors import UsageError, rejected
+from harness.graphs.base import GraphFactory, GraphRunner
+from harness.graphs.draft import DraftRunner
+from harness.graphs.draft_extend import DraftExtendRunner, UnoptimizedDraftExtendRunner
+from harness.graphs.tape import Tape
+from harness.graphs.target_verify import TargetVerifyRunner
+from harness.providers.torch_paged import TorchPaged
+from harness.stage import FORWARD_MODES, Stage
+from harness.upstream.batch import DraftOutput, ForwardBatch, LogitsProcessorOutput
+from harness.upstream.interface import AttentionBackend, MultiStepDraftBackend
+
+Forward = Callable[[ForwardBatch], LogitsProcessorOutput | DraftOutput]
+
+ALL_MODES = frozenset(Mode)
+GRAPH_MODES = ALL_MODES - {Mode.EXTEND, Mode.IDLE}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One backend on one kernel.
+
+    Args:
+        name: "backend/kernel", as in test ids and reports.
+        family: the attention family.
+        kernel: name of the capability the reference kernel is held to.
+        backend: serves every mode but the multi-step draft.
+        draft_backend: serves the multi-step draft.
+        draft_extend_runner: captures both draft extends.
+        modes: what this subject is run on; an unoptimized peer only where it differs.
+    """
+
+    name: str
+    family: Family
+    kernel: str
+    backend: type[AttentionBackend]
+    draft_backend: type[MultiStepDraftBackend]
+    draft_extend_runner: type[GraphRunner] = DraftExtendRunner
+    modes: frozenset[Mode] = ALL_MODES
+
+    @property
+    def capability(self) -> Capability:
+        """What the subject's kernel accepts."""
+        return CAPABILITIES[self.family, self.kernel]
+
+    def refusal(self, case: Case, execution: Execution) -> str | None:
+        """Why this subject does not run this case, or None if it does."""
+        if execution is Execution.GRAPH and case.mode not in GRAPH_MODES:
+            return f"{case.mode} has no graph"
+        if execution is Execution.GRAPH and case.padded_rows:
+            return "DP padding behind the plan is an eager case; graphs pad by bucket"
+        return refusal(case, self.capability)
+
+
+MHA = (Family.MHA, TRTLLMHAAttnBackend, TRTLLMHAAttnMultiStepDraftBackend)
+MLA = (Family.MLA, TRTLLMMLABackend, TRTLLMMLAMultiStepDraftBackend)
+
+
+def _subject(name: str, of: tuple[Family, type, type], **changes: object) -> Subject:
+    family, backend, draft_backend = of
+    fields = {"backend": backend, "draft_backend": draft_backend} | changes
+    return Subject(name=name, family=family, kernel=name.split("/")[1], **fields)  # type: ignore[arg-type]
+
+
+SUBJECTS = {
+    subject.name: subject
+    for subject in (
+        _subject("trtllm_mha/reference", MHA),
+        _subject("trtllm_mha/xqa", MHA),
+        _subject("trtllm_mha/trtllm_gen", MHA),
+        _subject("trtllm_mla/reference", MLA),
+        _subject("trtllm_mla/flash_mla", MLA),
+        _subject("trtllm_mla/trtllm_gen", MLA),
+        # Peers: one optimization undone each.
+        _subject(
+            "trtllm_mla-host_lengths/trtllm_gen",
+            MLA,
+            backend=HostLengthsMLABackend,
+            modes=frozenset({Mode.DECODE, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2}),
+        ),
+        _subject(
+            "trtllm_mla-kv_indices/trtllm_gen",
+            MLA,
+            draft_backend=KVIndicesMLAMultiStepDraftBackend,
+            modes=frozenset({Mode.MULTI_STEP_DRAFT}),
+        ),
+        _subject(
+            "trtllm_mha-context_kernel/trtllm_gen",
+            MHA,
+            backend=ContextKernelMHABackend,
+            modes=frozenset({Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2}),
+        ),
+        _subject(
+            "trtllm_mha-verify_fix_up/xqa",
+            MHA,
+            backend=VerifyFixUpMHABackend,
+            modes=frozenset({Mode.TARGET_VERIFY}),
+        ),
+        _subject(
+            "trtllm_mha-dead_topk/xqa",
+            MHA,
+            draft_extend_runner=UnoptimizedDraftExtendRunner,
+            modes=frozenset({Mode.DRAFT_EXTEND_V2}),
+        ),
+    )
+}
+
+
+def find_subject(name: str) -> Subject:
+    """The subject of that name.
+
+    Raises:
+        UsageError: there is none; the message lists them.
+    """
+    if name not in SUBJECTS:
+        raise UsageError(rejected("subject", name, ", ".join(SUBJECTS)))
+    return SUBJECTS[name]
+
+
+@dataclass(frozen=True)
+class Rig:
+    """A subject built on a stage for the mode of the stage's case."""
+
+    provider: TorchPaged
+    backend: AttentionBackend | MultiStepDraftBackend
+    forward: Forward
+
+
+def build(subject: Subject, stage: Stage) -> Rig:
+    """Provider, backend and probe model of a subject, wired to the stage's pools."""
+    case = stage.case
+    provider = TorchPaged(subject.capability)
+    model = ProbeModel(stage.world.weights, case, stage.device)
+    multi_step = case.mode is Mode.MULTI_STEP_DRAFT
+    backend = (subject.draft_backend if multi_step else subject.backend)(
+        provider=provider,
+        req_to_token_pool=stage.req_to_token_pool,
+        token_to_kv_pool=stage.token_to_kv_pool,
+        max_context_len=case.max_context_len,
+        num_draft_tokens=case.num_draft_tokens,
+        speculative_num_steps=case.num_steps,
+        device=stage.device,
+    )
+    if isinstance(backend, MultiStepDraftBackend):
+        return Rig(provider, backend, multi_step_draft(model, backend))
+
+    def forward(batch: ForwardBatch) -> LogitsProcessorOutput:
+        served = batch.with_changes(attn_backend=backend)
+        return model.forward(batch.input_ids, batch.positions, served)
+
+    return Rig(provider, backend, forward)
+
+
+def build_runner(
+    subject: Subject, stage: Stage, rig: Rig, capture_bs: tuple[int, ...], new_graph: GraphFactory = Tape
+) -> GraphRunner:
+    """The graph runner of the stage's mode, not yet captured."""
+    case = stage.case
+    common = {
+        "forward": rig.forward,
+        "attn_backend": rig.backend,
+        "new_graph": new_graph,
+        "capture_bs": capture_bs,
+        "req_to_token_pool": stage.req_to_token_pool,
+        "token_to_kv_pool": stage.token_to_kv_pool,
+        "hidden_size": stage.world.weights.hidden_size,
+        "hidden_dtype": getattr(torch, case.dtype),
+        "device": stage.device,
+    }
+    if case.mode is Mode.MULTI_STEP_DRAFT:
+        return DraftRunner(num_tokens_per_req=case.num_steps - 1, **common)
+    mode = FORWARD_MODES[case.mode]
+    if case.mode in (Mode.DRAFT_EXTEND, Mode.DRAFT_EXTEND_V2):
+        return subject.draft_extend_runner(
+            mode=mode, num_tokens_per_req=case.num_draft_tokens, **common
+        )
+    width = case.num_draft_tokens if case.mode is Mode.TARGET_VERIFY else 1
+    return TargetVerifyRunner(mode=mode, num_tokens_per_req=width, **common)
