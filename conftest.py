@@ -1,1 +1,1 @@
-pytest_plugins = ["fixtures.records"]
+pytest_plugins = ["fixtures.plugin"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.case import Case, KVDtype, Mode
+from harness.case import Case, Family, KVDtype, Mode
 from harness.dense import DenseRows, dense_rows
 from harness.inputs import Requests, World
 from harness.oracle import attend, low_precision_attend, quantize_dequantize
@@ -96,10 +96,12 @@ def _problem(
     rows = dense_rows(world.weights, case, tokens, torch.arange(len(tokens)))
     if case.kv_dtype is not KVDtype.FP8:
         return rows
+    # The latent of MLA is key and value at once, so it has the key's scale.
+    v_scale = case.k_scale if case.family is Family.MLA else case.v_scale
     return DenseRows(
         q=quantize_dequantize(rows.q, 1.0) if casts_query else rows.q,
         k=quantize_dequantize(rows.k, case.k_scale),
-        v=quantize_dequantize(rows.v, case.v_scale),
+        v=quantize_dequantize(rows.v, v_scale),
     )
 
 

@@ -139,7 +139,11 @@ def make_world(*cases: Case) -> World:
 
 
 def _pages_wanted(case: Case) -> list[int]:
-    return [max(1, math.ceil(total / case.page_size)) for total in case.total_lens]
+    """Enough for a whole round, as a worker allocates before it knows what is accepted."""
+    lens = case.total_lens
+    if case.mode is Mode.DRAFT_EXTEND:
+        lens = tuple(prefix + case.num_draft_tokens for prefix in case.prefix_lens)
+    return [max(1, math.ceil(total / case.page_size)) for total in lens]
 
 
 def _lay_out(

@@ -137,7 +137,7 @@ def _write(stage: Stage, requests: Requests) -> None:
     """Point the table at every slot of a request and put its history there."""
     case = requests.case
     for i, row in enumerate(requests.req_pool_indices):
-        slots = requests.slots(i, 0, case.total_lens[i])
+        slots = requests.slots(i, 0, len(requests.pages[i]) * case.page_size)
         table = stage.req_to_token_pool.req_to_token
         table[row, : len(slots)] = torch.tensor(slots, dtype=torch.int32, device=stage.device)
         write_kv(stage, requests, i, requests.history[i], start=0)

@@ -21,6 +21,7 @@ def check_metadata(
     num_pages: int,
     swa_pages: Sequence[Sequence[int]] | None = None,
     num_swa_pages: int = 0,
+    packed_q_lens: Sequence[int] | None = None,
 ) -> list[str]:
     """Metadata of one planned forward against arithmetic of its own.
 
@@ -35,10 +36,13 @@ def check_metadata(
         num_pages: pages of the pool.
         swa_pages: the same pages in the SWA pool, or None where there is none.
         num_swa_pages: pages of the SWA pool.
+        packed_q_lens: query tokens of every row as they are packed, where the kernel sees them
+            padded to the longest; ``q_lens`` by default.
     """
     kv_lens = [p + q for p, q in zip(prefix_lens, q_lens, strict=True)]
     found = _lengths(metadata, "cache_seqlens_int32", kv_lens)
-    for name, lens in (("cu_seqlens_q", q_lens), ("cu_seqlens_k", kv_lens)):
+    packed = q_lens if packed_q_lens is None else packed_q_lens
+    for name, lens in (("cu_seqlens_q", packed), ("cu_seqlens_k", kv_lens)):
         found += _lengths(metadata, name, list(accumulate(lens, initial=0)))
     live = [-(-n // page_size) for n in kv_lens]
     found += _table(metadata, "page_table", pages, live, num_pages)

@@ -78,11 +78,14 @@ class ProbeModel:
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Neox rotary embedding of x [T, heads, dim] at positions [T], computed in float32."""
+    """Neox rotary embedding of x [T, heads, dim] at positions [T], rounded once to x's dtype.
+
+    In float64: a rounding flipped here would be amplified by an FP8 cast and blamed on attention.
+    """
     half = x.shape[-1] // 2
-    frequencies = ROPE_THETA ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = positions[:, None, None].float() * frequencies
-    low, high = x[..., :half].float(), x[..., half:].float()
+    exponent = torch.arange(half, device=x.device, dtype=torch.float64) / half
+    angle = positions[:, None, None].double() * ROPE_THETA**-exponent
+    low, high = x[..., :half].double(), x[..., half:].double()
     turned = (low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin())
     return torch.cat(turned, -1).to(x.dtype)
 

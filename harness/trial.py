@@ -1,0 +1,78 @@
+"""One case on one subject, from the row to the record."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from harness.case import Case, Execution, KVDtype
+from harness.compare import Comparison
+from harness.environment import environment
+from harness.errors import SpecgateError
+from harness.inputs import make_world
+from harness.judgement import judge
+from harness.performance import company, perform
+from harness.record import Record, Verdict
+from harness.subject import Subject
+
+TEST = "suites/differential/test_cases.py::test_case"
+
+
+def run_trial(
+    case: Case, subject: Subject, execution: Execution, device: torch.device | str = "cpu"
+) -> Record:
+    """Refuse, or run and judge; never raises on what the subject does.
+
+    The message of a red record says which invariant broke or which quantity is off and where.
+    """
+    started = time.perf_counter()
+    reason = subject.refusal(case, execution)
+    if reason is not None:
+        return _record(case, subject, execution, device, Verdict.REFUSED, reason)
+    others = company(case) if execution is Execution.GRAPH else ()
+    casts_query = subject.capability.casts_query_to_kv_dtype and case.kv_dtype is KVDtype.FP8
+    try:
+        performance = perform(subject, make_world(case, *others), execution, device)
+        found = judge(performance, execution, casts_query=casts_query)
+    except (SpecgateError, RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
+        # A broken backend fails in its own way; the record keeps how.
+        message = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return _record(case, subject, execution, device, Verdict.ERROR, message)
+    bad = [comparison for comparison in found if not comparison.passed]
+    return _record(
+        case,
+        subject,
+        execution,
+        device,
+        bad[0].verdict if bad else Verdict.PASSED,
+        "; ".join(comparison.message for comparison in bad[:3]),
+        found,
+        time.perf_counter() - started,
+    )
+
+
+def _record(
+    case: Case,
+    subject: Subject,
+    execution: Execution,
+    device: torch.device | str,
+    verdict: Verdict,
+    message: str,
+    found: list[Comparison] | None = None,
+    seconds: float = 0.0,
+) -> Record:
+    return Record(
+        case=case.id,
+        subject=subject.name,
+        family=case.family,
+        mode=case.mode,
+        execution=execution,
+        device=str(device),
+        verdict=verdict,
+        message=message,
+        quantities=tuple(c.to_quantity() for c in found or () if c.quantity != "invariant"),
+        seconds=seconds,
+        environment=environment(str(device)),
+        reproduce=f"pytest '{TEST}[{case.id}-{subject.name}-{execution}]'",
+    )

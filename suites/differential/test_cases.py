@@ -1,0 +1,45 @@
+"""Every row agrees with the float64 oracle on every subject that can run it, eager and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fixtures.plan import trials
+from harness.case import Case, Execution
+from harness.record import Record, Verdict
+from harness.subject import Subject
+from harness.trial import run_trial
+
+
+@pytest.mark.parametrize(
+    ("case", "subject", "execution"),
+    [pytest.param(c, s, e, id=f"{c.id}-{s.name}-{e}") for c, s, e in trials()],
+)
+def test_case(
+    case: Case,
+    subject: Subject,
+    execution: Execution,
+    device: torch.device,
+    record_trial: Callable[[Record], None],
+) -> None:
+    record = run_trial(case, subject, execution, device)
+    record_trial(record)
+    if record.verdict is Verdict.REFUSED:
+        pytest.skip(record.message)
+    if record.verdict.is_red:
+        pytest.fail(explanation(record), pytrace=False)
+
+
+def explanation(record: Record) -> str:
+    """What a kernel engineer needs: what, where, how much, and how to see it again."""
+    worst = max(record.quantities, key=lambda quantity: quantity.ratio, default=None)
+    numbers = ""
+    if worst is not None:
+        numbers = f"\nworst: {worst.name} at {worst.where}: {worst.error:.2e}, allowed {worst.allowed:.2e}"
+    return (
+        f"{record.case} on {record.subject}, {record.execution}: {record.verdict}\n"
+        f"cause: {record.message}{numbers}\nreproduce: {record.reproduce}"
+    )
