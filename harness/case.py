@@ -135,16 +135,24 @@ class Case:
             raise UsageError(f"case {self.id}: {rejected('prefix_lens', self.prefix_lens, '()')}")
         if any(not 1 <= n <= self.num_draft_tokens for n in self.accept_lens):
             accepted = f"1 … num_draft_tokens = {self.num_draft_tokens} each"
-            raise UsageError(f"case {self.id}: {rejected('accept_lens', self.accept_lens, accepted)}")
+            raise UsageError(
+                f"case {self.id}: {rejected('accept_lens', self.accept_lens, accepted)}"
+            )
         if max(self.prefix_lens, default=0) > self.max_context_len:
             accepted = f"<= max_context_len = {self.max_context_len} each"
-            raise UsageError(f"case {self.id}: {rejected('prefix_lens', self.prefix_lens, accepted)}")
+            raise UsageError(
+                f"case {self.id}: {rejected('prefix_lens', self.prefix_lens, accepted)}"
+            )
         if max(self.total_lens, default=0) > self.max_total_len:
-            accepted = f"prefix + new <= {self.max_total_len}, context and one round of draft tokens"
+            accepted = (
+                f"prefix + new <= {self.max_total_len}, context and one round of draft tokens"
+            )
             raise UsageError(f"case {self.id}: {rejected('total_lens', self.total_lens, accepted)}")
         if self.num_q_heads % self.num_kv_heads:
             accepted = f"a multiple of num_kv_heads = {self.num_kv_heads}"
-            raise UsageError(f"case {self.id}: {rejected('num_q_heads', self.num_q_heads, accepted)}")
+            raise UsageError(
+                f"case {self.id}: {rejected('num_q_heads', self.num_q_heads, accepted)}"
+            )
 
     @property
     def bs(self) -> int:
@@ -181,7 +189,9 @@ class Case:
     @property
     def group_size(self) -> int:
         """Query heads a KV head."""
-        return self.num_q_heads if self.family is Family.MLA else self.num_q_heads // self.num_kv_heads
+        return (
+            self.num_q_heads if self.family is Family.MLA else self.num_q_heads // self.num_kv_heads
+        )
 
     @property
     def num_layers(self) -> int:

@@ -45,5 +45,7 @@ def _rotated(x: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> to
     half = x.shape[-1] // 2
     exponent = torch.arange(half, dtype=torch.float64) / half
     angle = positions.double()[:, None, None] * ROPE_THETA**-exponent
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
+        torch.ones_like(angle), angle
+    )
     return torch.cat((turned.real, turned.imag), -1).to(dtype).double()

@@ -1,4 +1,4 @@
-"""What the oracle expects of a case, and what a plain dense implementation would have made of it."""
+"""What the oracle expects of a case, and what a plain dense implementation makes of it."""
 
 from __future__ import annotations
 
@@ -62,9 +62,7 @@ def expect(
         casts_query: whether the kernel is specified to take an FP8 query over an FP8 cache.
     """
     case = requests.case
-    problems = [
-        _problem(world, requests, i, fed_tokens, casts_query) for i in range(case.bs)
-    ]
+    problems = [_problem(world, requests, i, fed_tokens, casts_query) for i in range(case.bs)]
     dtype = getattr(torch, case.dtype)
     oracle = _answer(world, requests, problems, _exact, torch.float64)
     reference = _answer(world, requests, problems, _plain, dtype)
@@ -140,7 +138,7 @@ def _plain(
 
 
 def _window(case: Case, layer: int) -> int:
-    """Layers alternate: full, windowed, full, …"""
+    """Layers alternate between full and windowed."""
     return case.window_left if layer % 2 else -1
 
 
@@ -164,9 +162,7 @@ def _answer(
     return Answer(hidden_states=states, logits=states.to(head.dtype) @ head)
 
 
-def _with_incoming(
-    attended: torch.Tensor, requests: Requests, dtype: torch.dtype
-) -> torch.Tensor:
+def _with_incoming(attended: torch.Tensor, requests: Requests, dtype: torch.dtype) -> torch.Tensor:
     """Add half the hidden state before each query token; a multi-step draft feeds its own on."""
     if requests.hidden_in is None:
         return attended

@@ -163,7 +163,9 @@ def _lay_out(
     return [tuple(own) for own in taken]
 
 
-def _swa_mapping(batches: Sequence[Requests], num_pages: int, rng: random.Random) -> tuple[int, ...]:
+def _swa_mapping(
+    batches: Sequence[Requests], num_pages: int, rng: random.Random
+) -> tuple[int, ...]:
     """Pages wholly left of every window are evicted (mapped to 0), the others are permuted."""
     mapping = [0] * num_pages
     targets = list(range(1, num_pages))

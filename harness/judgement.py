@@ -50,13 +50,13 @@ def _numbers(
     hidden, logits = output.hidden_states, output.next_token_logits
     if isinstance(output, DraftOutput):
         hidden, logits = hidden.flatten(0, 1), logits.flatten(0, 1)
-    for name, obtained, of in (
-        ("hidden_states", hidden, lambda answer: answer.hidden_states),
-        ("logits", logits, lambda answer: answer.logits),
+    oracle, reference = expected.oracle, expected.reference
+    for name, obtained, due, plain in (
+        ("hidden_states", hidden, oracle.hidden_states, reference.hidden_states),
+        ("logits", logits, oracle.logits, reference.logits),
     ):
         allowed = budget(name, case.dtype, case.kv_dtype)
-        oracle, reference = of(expected.oracle), of(expected.reference)
-        yield compare(name, obtained, oracle, reference, allowed, _rows(requests))
+        yield compare(name, obtained, due, plain, allowed, _rows(requests))
 
 
 def _rows(requests: Requests) -> list[str]:
@@ -86,7 +86,12 @@ def _cache(stage: Stage, requests: Requests, expected: Expected) -> Iterable[Com
             what = f"kv_cache.{name}{layer}"
             rounded = due[layer].to(dtype)
             yield compare(
-                what, stored.flatten(1), due[layer].flatten(1), rounded.flatten(1), allowed, _rows(requests)
+                what,
+                stored.flatten(1),
+                due[layer].flatten(1),
+                rounded.flatten(1),
+                allowed,
+                _rows(requests),
             )
 
 
@@ -177,7 +182,9 @@ def _draft_tokens(output: DraftOutput, requests: Requests, expected: Expected) -
         return Comparison(
             quantity="draft_tokens", verdict=Verdict.WRONG_TOKENS, error=torch.inf, message=message
         )
-    return _choices("draft_tokens", drafted[:, 1:].flatten(), expected.oracle.logits, case, requests)
+    return _choices(
+        "draft_tokens", drafted[:, 1:].flatten(), expected.oracle.logits, case, requests
+    )
 
 
 def _topk(output: LogitsProcessorOutput, case: Case, expected: Expected) -> Comparison:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from harness.backends.base import PagedBackend
 from harness.case import Case, Execution, Mode
 from harness.graphs.base import GraphRunner
 from harness.inputs import Requests, World
@@ -14,7 +15,6 @@ from harness.invariants import check_frozen, check_padding, frozen
 from harness.stage import Stage, make_batch, pad_batch, set_stage
 from harness.subject import Rig, Subject, build, build_runner
 from harness.upstream.batch import DraftOutput, ForwardBatch, LogitsProcessorOutput
-from harness.upstream.interface import MultiStepDraftBackend
 
 Output = LogitsProcessorOutput | DraftOutput
 
@@ -76,9 +76,9 @@ def _batch(stage: Stage, rig: Rig, requests: Requests) -> ForwardBatch:
 
 def _plans(rig: Rig) -> tuple[Any, ...]:
     """The metadata of every backend that was planned."""
-    multi = isinstance(rig.backend, MultiStepDraftBackend)
-    backends = rig.backend.attn_backends if multi else (rig.backend,)
-    return tuple(backend.forward_metadata for backend in backends)
+    if isinstance(rig.backend, PagedBackend):
+        return (rig.backend.forward_metadata,)
+    return tuple(backend.forward_metadata for backend in rig.backend.attn_backends)
 
 
 def _copies(stage: Stage) -> dict[str, torch.Tensor]:
@@ -100,9 +100,7 @@ def _eager(subject: Subject, stage: Stage, rig: Rig) -> Performance:
         for name, tensor in _tensors(output).items()
         for i in (~tensor[rows:].flatten(1).isfinite().all(1)).nonzero().flatten().tolist()[:1]
     ]
-    return Performance(
-        stage, before, _cut(output, rows), _plans(rig), case.bs, tuple(violations)
-    )
+    return Performance(stage, before, _cut(output, rows), _plans(rig), case.bs, tuple(violations))
 
 
 def _replayed(subject: Subject, stage: Stage, rig: Rig) -> Performance:
@@ -150,4 +148,5 @@ def _tensors(output: Output) -> dict[str, torch.Tensor]:
 
 
 def _cut(output: Output, rows: int) -> Output:
-    return replace(output, **{name: tensor[:rows] for name, tensor in _tensors(output).items()})
+    cut: dict[str, Any] = {name: tensor[:rows] for name, tensor in _tensors(output).items()}
+    return replace(output, **cut)

@@ -203,7 +203,9 @@ def make_batch(stage: Stage, requests: Requests, *, host_lengths: bool = False) 
         token_to_kv_pool=stage.token_to_kv_pool,
         seq_lens_cpu=seq_lens if host_lengths else None,
         seq_lens_sum=int(seq_lens.sum()) if host_lengths else None,
-        extend_seq_lens=torch.tensor(case.q_lens, dtype=torch.int32, device=device) if ragged else None,
+        extend_seq_lens=torch.tensor(case.q_lens, dtype=torch.int32, device=device)
+        if ragged
+        else None,
         extend_seq_lens_cpu=list(case.q_lens) if ragged else None,
         spec_info=_spec_info(stage, requests),
     )
@@ -221,7 +223,9 @@ def _spec_info(stage: Stage, requests: Requests) -> SpecInput | None:
     match case.mode:
         case Mode.MULTI_STEP_DRAFT:
             first = torch.stack([tokens[0] for tokens in requests.new_tokens])[:, None].to(device)
-            return EagleDraftInput(first, torch.ones_like(first, dtype=torch.float32), hidden, case.num_steps)
+            return EagleDraftInput(
+                first, torch.ones_like(first, dtype=torch.float32), hidden, case.num_steps
+            )
         case Mode.TARGET_VERIFY:
             return EagleVerifyInput(_cat(requests.new_tokens, device), case.num_draft_tokens)
         case Mode.DRAFT_EXTEND | Mode.DRAFT_EXTEND_V2:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from harness.backends.base import PagedBackend
 from harness.backends.mha import TRTLLMHAAttnBackend
 from harness.backends.mla import TRTLLMMLABackend
 from harness.backends.multi_step_draft import (
+    PagedMultiStepDraftBackend,
     TRTLLMHAAttnMultiStepDraftBackend,
     TRTLLMMLAMultiStepDraftBackend,
 )
@@ -32,7 +35,6 @@ from harness.graphs.target_verify import TargetVerifyRunner
 from harness.providers.torch_paged import TorchPaged
 from harness.stage import FORWARD_MODES, Stage
 from harness.upstream.batch import DraftOutput, ForwardBatch, LogitsProcessorOutput
-from harness.upstream.interface import AttentionBackend, MultiStepDraftBackend
 
 Forward = Callable[[ForwardBatch], LogitsProcessorOutput | DraftOutput]
 
@@ -57,9 +59,9 @@ class Subject:
     name: str
     family: Family
     kernel: str
-    backend: type[AttentionBackend]
-    draft_backend: type[MultiStepDraftBackend]
-    draft_extend_runner: type[GraphRunner] = DraftExtendRunner
+    backend: type[PagedBackend]
+    draft_backend: type[PagedMultiStepDraftBackend]
+    draft_extend_runner: type[DraftExtendRunner] = DraftExtendRunner
     modes: frozenset[Mode] = ALL_MODES
 
     @property
@@ -76,14 +78,15 @@ class Subject:
         return refusal(case, self.capability)
 
 
-MHA = (Family.MHA, TRTLLMHAAttnBackend, TRTLLMHAAttnMultiStepDraftBackend)
-MLA = (Family.MLA, TRTLLMMLABackend, TRTLLMMLAMultiStepDraftBackend)
+Kind = tuple[Family, type[PagedBackend], type[PagedMultiStepDraftBackend]]
+MHA: Kind = (Family.MHA, TRTLLMHAAttnBackend, TRTLLMHAAttnMultiStepDraftBackend)
+MLA: Kind = (Family.MLA, TRTLLMMLABackend, TRTLLMMLAMultiStepDraftBackend)
 
 
-def _subject(name: str, of: tuple[Family, type, type], **changes: object) -> Subject:
+def _subject(name: str, of: Kind, **changes: Any) -> Subject:
     family, backend, draft_backend = of
-    fields = {"backend": backend, "draft_backend": draft_backend} | changes
-    return Subject(name=name, family=family, kernel=name.split("/")[1], **fields)  # type: ignore[arg-type]
+    fields: dict[str, Any] = {"backend": backend, "draft_backend": draft_backend} | changes
+    return Subject(name=name, family=family, kernel=name.split("/")[1], **fields)
 
 
 SUBJECTS = {
@@ -146,7 +149,7 @@ class Rig:
     """A subject built on a stage for the mode of the stage's case."""
 
     provider: TorchPaged
-    backend: AttentionBackend | MultiStepDraftBackend
+    backend: PagedBackend | PagedMultiStepDraftBackend
     forward: Forward
 
 
@@ -155,18 +158,19 @@ def build(subject: Subject, stage: Stage) -> Rig:
     case = stage.case
     provider = TorchPaged(subject.capability)
     model = ProbeModel(stage.world.weights, case, stage.device)
-    multi_step = case.mode is Mode.MULTI_STEP_DRAFT
-    backend = (subject.draft_backend if multi_step else subject.backend)(
-        provider=provider,
-        req_to_token_pool=stage.req_to_token_pool,
-        token_to_kv_pool=stage.token_to_kv_pool,
-        max_context_len=case.max_context_len,
-        num_draft_tokens=case.num_draft_tokens,
-        speculative_num_steps=case.num_steps,
-        device=stage.device,
-    )
-    if isinstance(backend, MultiStepDraftBackend):
-        return Rig(provider, backend, multi_step_draft(model, backend))
+    pools: dict[str, Any] = {
+        "provider": provider,
+        "req_to_token_pool": stage.req_to_token_pool,
+        "token_to_kv_pool": stage.token_to_kv_pool,
+        "max_context_len": case.max_context_len,
+        "num_draft_tokens": case.num_draft_tokens,
+        "speculative_num_steps": case.num_steps,
+        "device": stage.device,
+    }
+    if case.mode is Mode.MULTI_STEP_DRAFT:
+        steps = subject.draft_backend(**pools)
+        return Rig(provider, steps, multi_step_draft(model, steps))
+    backend = subject.backend(**pools)
 
     def forward(batch: ForwardBatch) -> LogitsProcessorOutput:
         served = batch.with_changes(attn_backend=backend)
@@ -176,11 +180,15 @@ def build(subject: Subject, stage: Stage) -> Rig:
 
 
 def build_runner(
-    subject: Subject, stage: Stage, rig: Rig, capture_bs: tuple[int, ...], new_graph: GraphFactory = Tape
-) -> GraphRunner:
+    subject: Subject,
+    stage: Stage,
+    rig: Rig,
+    capture_bs: tuple[int, ...],
+    new_graph: GraphFactory = Tape,
+) -> GraphRunner[Any, Any]:
     """The graph runner of the stage's mode, not yet captured."""
     case = stage.case
-    common = {
+    common: dict[str, Any] = {
         "forward": rig.forward,
         "attn_backend": rig.backend,
         "new_graph": new_graph,

@@ -35,7 +35,14 @@ def run_trial(
     try:
         performance = perform(subject, make_world(case, *others), execution, device)
         found = judge(performance, execution, casts_query=casts_query)
-    except (SpecgateError, RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
+    except (
+        SpecgateError,
+        RuntimeError,
+        IndexError,
+        ValueError,
+        TypeError,
+        AttributeError,
+    ) as error:
         # A broken backend fails in its own way; the record keeps how.
         message = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         return _record(case, subject, execution, device, Verdict.ERROR, message)

@@ -60,7 +60,9 @@ class AttentionBackend(ABC):
         self.init_forward_metadata_in_graph(batch)
 
     @abstractmethod
-    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
         """Host side of planning: pick or allocate the metadata this forward uses."""
 
     @abstractmethod
@@ -82,7 +84,9 @@ class AttentionBackend(ABC):
         spec_info: SpecInput | None,
     ) -> None:
         """The pair of SGLang <= 0.5.13, in terms of the three phases."""
-        batch = self._planning_batch(bs, num_tokens, req_pool_indices, seq_lens, forward_mode, spec_info)
+        batch = self._planning_batch(
+            bs, num_tokens, req_pool_indices, seq_lens, forward_mode, spec_info
+        )
         self.init_forward_metadata_out_graph(batch, in_capture=True)
         self.init_forward_metadata_in_graph(batch)
 
@@ -208,7 +212,9 @@ class MultiStepDraftBackend(ABC):
         """Allocate what captured drafts of up to max_bs requests will read."""
 
     @abstractmethod
-    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
         """Host side of planning every step."""
 
     @abstractmethod

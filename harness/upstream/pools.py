@@ -172,7 +172,8 @@ class MLATokenToKVPool:
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """The cache by page: [num_pages, page_size, kv_lora_rank + qk_rope_head_dim]."""
-        return self.kv_buffer[layer_id].unflatten(0, (self.num_pages, self.page_size))
+        buffer = self.kv_buffer[layer_id]
+        return buffer.view(self.num_pages, self.page_size, buffer.shape[1])
 
     def set_mla_kv_buffer(
         self, layer: AttentionLayer, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor
@@ -208,7 +209,9 @@ class SWAKVPool:
     ) -> None:
         if full_pool.page_size != swa_pool.page_size:
             raise UsageError(
-                rejected("swa page_size", swa_pool.page_size, f"{full_pool.page_size}, the full pool's")
+                rejected(
+                    "swa page_size", swa_pool.page_size, f"{full_pool.page_size}, the full pool's"
+                )
             )
         self.full_pool = full_pool
         self.swa_pool = swa_pool

@@ -38,7 +38,8 @@ def explanation(record: Record) -> str:
     worst = max(record.quantities, key=lambda quantity: quantity.ratio, default=None)
     numbers = ""
     if worst is not None:
-        numbers = f"\nworst: {worst.name} at {worst.where}: {worst.error:.2e}, allowed {worst.allowed:.2e}"
+        allowed = f"{worst.error:.2e}, allowed {worst.allowed:.2e}"
+        numbers = f"\nworst: {worst.name} at {worst.where}: {allowed}"
     return (
         f"{record.case} on {record.subject}, {record.execution}: {record.verdict}\n"
         f"cause: {record.message}{numbers}\nreproduce: {record.reproduce}"

@@ -26,13 +26,15 @@ class ProbeModel:
         self, weights: ProbeWeights, case: Case, device: torch.device | str = "cpu"
     ) -> None:
         dtype = getattr(torch, case.dtype)
-        self.dtype = dtype
 
-        def place(table: torch.Tensor | None) -> torch.Tensor | None:
-            return None if table is None else table.to(device=device, dtype=dtype)
+        def place(table: torch.Tensor) -> torch.Tensor:
+            return table.to(device=device, dtype=dtype)
 
-        self.q, self.k, self.v = place(weights.q), place(weights.k), place(weights.v)
-        self.q_rope, self.k_rope = place(weights.q_rope), place(weights.k_rope)
+        self.q, self.k = place(weights.q), place(weights.k)
+        self.v = self.k if weights.v is None else place(weights.v)
+        self.rope = None
+        if weights.q_rope is not None and weights.k_rope is not None:
+            self.rope = place(weights.q_rope), place(weights.k_rope)
         self.lm_head = weights.lm_head.to(device)
         sinks = None if weights.sinks is None else weights.sinks.to(device)
         self.layers = [
@@ -64,12 +66,9 @@ class ProbeModel:
         assert batch.attn_backend is not None
         i = layer.layer_id
         q, k = self.q[i][input_ids], self.k[i][input_ids]
-        if self.q_rope is not None and self.k_rope is not None:
-            q_rope = rotate(self.q_rope[i][input_ids], positions)
-            k_rope = rotate(self.k_rope[i][input_ids], positions)
-            return batch.attn_backend.forward(
-                q, k, k, layer, batch, q_rope=q_rope, k_rope=k_rope
-            )
+        if self.rope is not None:
+            q_rope, k_rope = (rotate(table[i][input_ids], positions) for table in self.rope)
+            return batch.attn_backend.forward(q, k, k, layer, batch, q_rope=q_rope, k_rope=k_rope)
         # A slice of a fused projection, as real models hand it over: the query is not contiguous.
         v = self.v[i][input_ids]
         fused = torch.cat((rotate(q, positions), rotate(k, positions), v), 1)
@@ -90,9 +89,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return torch.cat(turned, -1).to(x.dtype)
 
 
-def _layer(
-    case: Case, layer_id: int, scaling: float, sinks: torch.Tensor | None
-) -> AttentionLayer:
+def _layer(case: Case, layer_id: int, scaling: float, sinks: torch.Tensor | None) -> AttentionLayer:
     mla = case.family is Family.MLA
     windowed = layer_id % 2 == 1
     return AttentionLayer(
