@@ -12,7 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-DIFFERENTIAL = ("suites/differential", "suites/speculative")
+DIFFERENTIAL = (
+    "suites/differential",
+    "suites/speculative",
+    "suites/graphs/test_effect_budgets.py",
+)
 GOLDEN_MODES = ("verify", "add", "rewrite")
 LEFT_RECORDS = (0, 1, 2)
 """Exit codes of a pytest that ran tests: passed, failed, interrupted."""
@@ -41,7 +45,8 @@ def run(report: Path, args: Sequence[str]) -> int:
     """
     folder = report.absolute()
     parallel = ("-n", "auto", "--maxprocesses", "8")
-    codes = [start("pytest", *DIFFERENTIAL, *parallel, "--report", str(folder), *args)]
+    where = ("--device", "auto", "--report", str(folder))
+    codes = [start("pytest", *DIFFERENTIAL, *parallel, *where, *args)]
     if codes[0] in LEFT_RECORDS:
         records = str(folder / "records.jsonl")
         codes.append(start("ci.report", records, "--out", str(folder / "index.html")))

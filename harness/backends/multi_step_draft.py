@@ -26,6 +26,7 @@ class PagedMultiStepDraftBackend(MultiStepDraftBackend):
 
     needs_cpu_seq_lens = False
     step_backend: type[PagedBackend]
+    attn_backends: list[PagedBackend]
 
     def __init__(self, *, speculative_num_steps: int, topk: int = 1, **arguments: Any) -> None:
         if topk != 1:
