@@ -1,0 +1,99 @@
+"""Every forward costs exactly what its row says: host reads, operations, kernels, moved memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from fixtures.measured import Bench, cost
+from fixtures.tables import find
+from fixtures.tables.budgets import BUCKET, BUDGETS, ZERO, Budget
+from harness.case import Execution, Mode
+from harness.environment import environment
+from harness.record import Record, Verdict
+from harness.subject import GRAPH_MODES, SUBJECTS
+
+
+@pytest.mark.parametrize("budget", [pytest.param(row, id=row.id) for row in BUDGETS.values()])
+def test_effects_of_a_forward(budget: Budget, record_trial: Callable[[Record], None]) -> None:
+    # Counted on the CPU whatever --device is: the tape is the instrument.
+    case = find(budget.case_id)
+    found = cost(Bench(budget.subject, case), budget.execution, BUCKET)
+    over = budget.over(found.counts)
+    exceeded = {name: pair for name, pair in over.items() if pair[0] > pair[1]}
+    lines = [f"{name}: counted {n}, the row says {m}" for name, (n, m) in over.items()]
+    where = ", ".join((*found.host_reads, *found.moved))
+    message = f"{budget.id} ({budget.why}): {'; '.join(lines)}; where: {where or 'nowhere'}"
+    record_trial(
+        Record(
+            case=f"effects-{case.id}",
+            subject=budget.subject,
+            family=case.family,
+            mode=case.mode,
+            execution=budget.execution,
+            device="cpu",
+            verdict=Verdict.OVER_BUDGET if exceeded else Verdict.PASSED,
+            message=message if over else "",
+            effects=dict.fromkeys(ZERO, 0) | found.counts,
+            environment=environment("cpu"),
+            reproduce=f"pytest '{__name__.replace('.', '/')}.py' -k '{budget.id}'",
+        )
+    )
+    if over:
+        pytest.fail(message, pytrace=False)
+
+
+def test_the_table_has_a_row_for_every_mode_of_both_families() -> None:
+    for subject in ("trtllm_mha/trtllm_gen", "trtllm_mla/trtllm_gen"):
+        assert SUBJECTS[subject].modes == frozenset(Mode)
+        for execution, modes in (
+            (Execution.EAGER, frozenset(Mode)),
+            (Execution.GRAPH, GRAPH_MODES),
+        ):
+            rows = {
+                row.mode
+                for row in BUDGETS.values()
+                if (row.subject, row.execution) == (subject, execution)
+            }
+            assert rows == modes
+
+
+def test_no_optimized_forward_reads_the_host_or_moves_memory() -> None:
+    own = [row for row in BUDGETS.values() if "-" not in row.subject]
+    for name in ("host_reads", "moved", "prepared_bytes"):
+        assert {row.counts.get(name, 0) for row in own} == {0}
+    v2 = [row for row in own if row.mode is Mode.DRAFT_EXTEND_V2]
+    assert {row.counts.get("topk", 0) for row in v2} == {0}
+
+
+def test_a_row_tells_counts_above_and_below_it() -> None:
+    row = Budget("trtllm_mha/xqa", Mode.DECODE, Execution.EAGER, {"planning": 25}, "")
+    assert row.over({"planning": 25, "topk": 0}) == {}
+    assert row.over({"planning": 24, "host_reads": 1}) == {
+        "planning": (24, 25),
+        "host_reads": (1, 0),
+    }
+
+
+def test_a_bench_names_the_line_of_a_host_read_and_what_moved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    budget = BUDGETS["target_verify-trtllm_mla/trtllm_gen-graph"]
+    bench = Bench(budget.subject, find(budget.case_id))
+    plan = bench.backend.init_forward_metadata_out_graph
+
+    def reading(batch: object, in_capture: bool = False) -> None:
+        plan(batch, in_capture)
+        metadata = bench.backend.forward_metadata
+        int(metadata.cache_seqlens_int32[0])
+        if not in_capture:
+            tables = metadata.page_table.clone()
+            object.__setattr__(metadata, "page_table", tables)
+
+    monkeypatch.setattr(bench.backend, "init_forward_metadata_out_graph", reading)
+    found = cost(bench, Execution.GRAPH, BUCKET)
+    line = reading.__code__.co_firstlineno + 3
+    assert found.host_reads == (f"aten._local_scalar_dense.default at {__file__}:{line}",)
+    assert found.moved == ("metadata page_table of step 0",)
+    assert budget.over(found.counts)["host_reads"] == (1, 0)
