@@ -1,0 +1,201 @@
+"""Real defects, planted in a backend or a runner, turn their case red and name the cause."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fixtures.tables import find
+from harness.backends.base import PagedBackend
+from harness.backends.mha import TRTLLMHAAttnBackend
+from harness.backends.mla import TRTLLMMLABackend
+from harness.backends.multi_step_draft import TRTLLMHAAttnMultiStepDraftBackend
+from harness.case import Execution, Mode
+from harness.graphs.draft_extend import DraftExtendRunner
+from harness.providers.strictness import FP8
+from harness.record import Verdict
+from harness.subject import SUBJECTS, Subject
+from harness.trial import run_trial
+from harness.upstream.batch import EagleDraftExtendInput, ForwardBatch
+
+EAGER, GRAPH = Execution.EAGER, Execution.GRAPH
+MHA, XQA, MLA = (
+    SUBJECTS[name] for name in ("trtllm_mha/trtllm_gen", "trtllm_mha/xqa", "trtllm_mla/trtllm_gen")
+)
+
+
+class Int64Lengths(TRTLLMHAAttnBackend):
+    def _fill(self, batch: ForwardBatch) -> None:
+        super()._fill(batch)
+        plan = self.forward_metadata
+        self.forward_metadata = replace(plan, cache_seqlens_int32=plan.cache_seqlens_int32.long())
+
+
+class VerifyForgetsDraftTokens(TRTLLMHAAttnBackend):
+    def _fill(self, batch: ForwardBatch) -> None:
+        super()._fill(batch)
+        self.forward_metadata.cache_seqlens_int32.sub_(self.num_draft_tokens - 1)
+
+
+class DraftStepOneShort(TRTLLMHAAttnMultiStepDraftBackend):
+    class step_backend(TRTLLMHAAttnBackend):  # noqa: N801, the attribute it stands for
+        def _fill(self, batch: ForwardBatch) -> None:
+            super()._fill(batch)
+            self.forward_metadata.cache_seqlens_int32.sub_(1)
+
+
+class StaleTableTail(TRTLLMHAAttnBackend):
+    def _fill(self, batch: ForwardBatch) -> None:
+        super()._fill(batch)
+        table = self.forward_metadata.page_table
+        table.copy_(torch.where(table == 0, 1, table))
+
+
+class UntranslatedWindowTable(TRTLLMHAAttnBackend):
+    def _fill(self, batch: ForwardBatch) -> None:
+        super()._fill(batch)
+        self.forward_metadata.swa_page_table.copy_(self.forward_metadata.page_table)
+
+
+class UntranslatedWindowWrites(TRTLLMHAAttnBackend):
+    def _fill(self, batch: ForwardBatch) -> None:
+        super()._fill(batch)
+        loc = self.forward_metadata.swa_out_cache_loc
+        loc.copy_(batch.out_cache_loc[: len(loc)])
+
+
+class TableWithoutHeadroom(TRTLLMHAAttnBackend):
+    def _table_width(self) -> int:
+        return -(-self.max_context_len // self.token_to_kv_pool.page_size)
+
+
+class NoPackedMask(TRTLLMHAAttnBackend):
+    def _attend(self, q: Any, out_dtype: Any, layer: Any, metadata: Any) -> torch.Tensor:
+        return super()._attend(q, out_dtype, layer, replace(metadata, packed_mask=None))
+
+
+class Fp8QueryForXqa(TRTLLMHAAttnBackend):
+    def _kernel_query(self, q: torch.Tensor) -> torch.Tensor:
+        return super()._kernel_query(q).to(FP8)
+
+
+class StridedQuery(TRTLLMHAAttnBackend):
+    def _kernel_query(self, q: torch.Tensor) -> torch.Tensor:
+        return q
+
+
+class ScalesForgotten(TRTLLMHAAttnBackend):
+    def _kv_scales(self, layer: Any) -> tuple[float, float]:
+        return 1.0, 1.0
+
+
+class WindowOneShort(TRTLLMHAAttnBackend):
+    def _attend(self, q: Any, out_dtype: Any, layer: Any, metadata: Any) -> torch.Tensor:
+        if layer.sliding_window_size > 0:
+            layer = replace(layer, sliding_window_size=layer.sliding_window_size - 1)
+        return super()._attend(q, out_dtype, layer, metadata)
+
+
+class EqualSplit(TRTLLMMLABackend):
+    """Takes a total that the batch size divides for a uniform query length."""
+
+    def _attend(self, q: Any, out_dtype: Any, layer: Any, metadata: Any) -> torch.Tensor:
+        bs, tokens = metadata.geometry.bs, metadata.geometry.num_tokens
+        if metadata.geometry.pads_queries and tokens % bs == 0:
+            geometry = replace(metadata.geometry, max_q_len=tokens // bs, pads_queries=False)
+            metadata = replace(metadata, geometry=geometry)
+        return super()._attend(q, out_dtype, layer, metadata)
+
+
+class PaddedQueryUnpaddedKeys(TRTLLMMLABackend):
+    def _fill(self, batch: ForwardBatch) -> None:
+        super()._fill(batch)
+        self.forward_metadata.cache_seqlens_int32.copy_(batch.seq_lens)
+
+
+class AcceptLengthsAsStride(TRTLLMHAAttnBackend):
+    def _fill(self, batch: ForwardBatch) -> None:
+        super()._fill(batch)
+        if isinstance(batch.spec_info, EagleDraftExtendInput):
+            accepted = batch.spec_info.num_accept_tokens
+            self.forward_metadata.cu_seqlens_q[1:].copy_(accepted.cumsum(0))
+
+
+class KeysOfLayerZero(TRTLLMHAAttnBackend):
+    def _write(self, k: Any, v: Any, layer: Any, batch: Any, metadata: Any) -> None:
+        super()._write(k, v, replace(layer, layer_id=0), batch, metadata)
+
+
+class ViewsHandedOut(DraftExtendRunner):
+    def trim(self, output: Any, extent: Any) -> Any:
+        return replace(
+            output,
+            next_token_logits=output.next_token_logits[: extent.tokens],
+            hidden_states=output.hidden_states[: extent.tokens],
+        )
+
+
+class StaleTail(DraftExtendRunner):
+    def prepare(self, batch: ForwardBatch) -> None:
+        super().prepare(batch)
+        self.buffers["out_cache_loc"][-1] = 77
+
+
+def planted(subject: Subject, part: type) -> Subject:
+    """The subject with one part broken."""
+    if issubclass(part, DraftExtendRunner):
+        return replace(subject, draft_extend_runner=part)
+    field = "backend" if issubclass(part, PagedBackend) else "draft_backend"
+    return replace(subject, **{field: part})
+
+
+ROWS: tuple[tuple[Subject, type, str, Execution, Verdict, str], ...] = (
+    (MHA, Int64Lengths, "mha-decode-bs2_ragged", EAGER, Verdict.ERROR, "seq_lens"),
+    (MHA, VerifyForgetsDraftTokens, "mha-target_verify-page_edge_on", EAGER, Verdict.BROKEN_INVARIANT, "cache_seqlens_int32[0] = 65, expected 68"),
+    (MHA, DraftStepOneShort, "mha-multi_step_draft-bs2_ragged", GRAPH, Verdict.BROKEN_INVARIANT, "cache_seqlens_int32"),
+    (MHA, StaleTableTail, "mha-decode-page_edge_after", GRAPH, Verdict.BROKEN_INVARIANT, "live pages, expected zeros"),
+    (MHA, UntranslatedWindowTable, "mha-decode-window_of_one_page", EAGER, Verdict.BROKEN_INVARIANT, "swa_page_table"),
+    (MHA, UntranslatedWindowWrites, "mha-target_verify-window_of_one_page", EAGER, Verdict.BROKEN_INVARIANT, "swa.k0 slot"),
+    (MHA, TableWithoutHeadroom, "mha-target_verify-context_edge_bs1", EAGER, Verdict.ERROR, "seq_lens = [196] is not accepted; accepted: <= 192"),
+    (XQA, NoPackedMask, "mha-draft_extend_v2-bs2_ragged", EAGER, Verdict.ERROR, "packed_mask"),
+    (XQA, Fp8QueryForXqa, "mha-target_verify-fp8_cache", EAGER, Verdict.ERROR, "q.dtype"),
+    (XQA, StridedQuery, "mha-target_verify-bs2_ragged", GRAPH, Verdict.ERROR, "contiguous"),
+    (XQA, ScalesForgotten, "mha-decode-fp8_cache", EAGER, Verdict.WRONG_NUMBERS, "hidden_states: 3 of 3 rows wrong, first at request 0, position 33"),
+    (MHA, WindowOneShort, "mha-decode-window_bs5_interleaved", EAGER, Verdict.WRONG_NUMBERS, "hidden_states"),
+    (MLA, EqualSplit, "mla-draft_extend_v1-accept_1_3", EAGER, Verdict.NON_FINITE, "2 of 4 rows, first at request 0"),
+    (MLA, PaddedQueryUnpaddedKeys, "mla-draft_extend_v1-accept_1_3", EAGER, Verdict.BROKEN_INVARIANT, "cache_seqlens_int32[0] = 41, expected 43"),
+    (MHA, AcceptLengthsAsStride, "mha-draft_extend_v2-accept_1_3", GRAPH, Verdict.BROKEN_INVARIANT, "cu_seqlens_q"),
+    (MHA, KeysOfLayerZero, "mha-decode-bs2_ragged", EAGER, Verdict.BROKEN_INVARIANT, "k1 slot"),
+    (MHA, ViewsHandedOut, "mha-draft_extend_v2-accept_1_3", GRAPH, Verdict.BROKEN_INVARIANT, "changed in the next one"),
+    (MHA, StaleTail, "mha-draft_extend_v2-bs3_ragged_padded_to_4", GRAPH, Verdict.BROKEN_INVARIANT, "out_cache_loc"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("subject", "part", "case_id", "execution", "verdict", "cause"),
+    [pytest.param(*row, id=f"{row[1].__name__}-{row[2]}-{row[3]}") for row in ROWS],
+)
+def test_turns_its_case_red(
+    subject: Subject, part: type, case_id: str, execution: Execution, verdict: Verdict, cause: str
+) -> None:
+    case = find(case_id)
+    assert run_trial(case, subject, execution).verdict is Verdict.PASSED
+    record = run_trial(case, planted(subject, part), execution)
+    assert record.verdict is verdict, record.message
+    assert cause in record.message
+    assert case_id in record.reproduce
+
+
+def test_a_refusal_is_recorded_with_its_reason() -> None:
+    record = run_trial(find("mha-decode-fp32"), XQA, EAGER)
+    assert record.verdict is Verdict.REFUSED
+    assert record.message == "xqa refuses dtype float32: accepts ['bfloat16', 'float16']"
+
+
+def test_modes_without_a_graph_are_refused_by_name() -> None:
+    case = find("mha-extend-bs2_ragged")
+    assert case.mode is Mode.EXTEND
+    assert run_trial(case, MHA, GRAPH).message == "extend has no graph"
