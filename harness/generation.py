@@ -1,0 +1,198 @@
+"""From names to an engine: a pair of models on a subject's backends, eager or replayed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from harness.case import Family
+from harness.engine.allocation import SlotTable
+from harness.engine.generate import Engine
+from harness.engine.models.config import DeepseekConfig, LlamaConfig
+from harness.engine.models.decoder import Decoder
+from harness.engine.models.loader import Pair
+from harness.engine.phases import EaglePhases, GraphPhase, PlainPhases, draft_phase, model_phase
+from harness.engine.plain import PlainWorker
+from harness.engine.plan_stream import PlanStream
+from harness.engine.speculation import Speculation, Version
+from harness.engine.worker import EagleWorker
+from harness.errors import UsageError, rejected
+from harness.graphs.base import GraphFactory
+from harness.graphs.draft import DraftRunner
+from harness.graphs.tape import Tape
+from harness.graphs.target_verify import TargetVerifyRunner
+from harness.providers.torch_paged import TorchPaged
+from harness.subject import Subject
+from harness.upstream.batch import ForwardMode
+from harness.upstream.pools import (
+    KVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    PagedAllocator,
+    ReqToTokenPool,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """How much an engine holds.
+
+    Args:
+        page_size: tokens a page.
+        num_pages: pages of each pool, the padding page included.
+        max_bs: most requests at a time.
+        max_context_len: most tokens of a prompt and its generation.
+        capture_bs: batch sizes with a graph; larger batches run eagerly. Empty for no graphs.
+    """
+
+    page_size: int
+    num_pages: int
+    max_bs: int
+    max_context_len: int
+    capture_bs: tuple[int, ...] = ()
+
+
+class Rigging:
+    """Pools, backends and phases of one engine; `engine` puts them together.
+
+    Args:
+        pair: target and draft; their dtype and device are the pools'.
+        subject: backend and kernel.
+        speculation: how far to speculate, None for plain greedy decoding.
+        room: how much to hold.
+        new_graph: makes the graphs.
+
+    Raises:
+        UsageError: the pair is of another attention family than the subject.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        subject: Subject,
+        speculation: Speculation | None,
+        room: Room,
+        new_graph: GraphFactory = Tape,
+    ) -> None:
+        family = family_of(pair.target)
+        if family is not subject.family:
+            raise UsageError(rejected("subject", subject.name, f"one of family {family}"))
+        self._pair, self._subject, self._room = pair, subject, room
+        self._speculation, self._new_graph = speculation, new_graph
+        self._device, self._dtype = pair.target.lm_head.device, pair.target.lm_head.dtype
+        headroom = 1
+        if speculation is not None:
+            headroom = max(speculation.num_draft_tokens, speculation.num_steps)
+        self._table = ReqToTokenPool(room.max_bs, room.max_context_len + headroom, self._device)
+        self.target_pool, self.draft_pool = self._pool(pair.target), self._pool(pair.draft)
+        self.slots = SlotTable(
+            self._table, PagedAllocator(room.num_pages, room.page_size), self.target_pool
+        )
+
+    def engine(self, streams: PlanStream | None = None) -> Engine:
+        """The engine; with streams, v2 overlaps."""
+        room = self._room
+        worker = self._plain() if self._speculation is None else self._eagle(streams)
+        return Engine(
+            worker, self.slots, max_bs=room.max_bs, max_context_len=room.max_context_len
+        )
+
+    def _plain(self) -> PlainWorker:
+        target = self._backend(self._subject.backend, self.target_pool)
+        extend = decode = model_phase(self._pair.target, target)
+        if self._room.capture_bs:
+            decode = self._replayed(
+                TargetVerifyRunner, extend, self.target_pool, ForwardMode.DECODE, 1
+            )
+        return PlainWorker(PlainPhases(extend=extend, decode=decode), self._table, self.target_pool)
+
+    def _eagle(self, streams: PlanStream | None) -> EagleWorker:
+        spec = self._speculation
+        assert spec is not None
+        phases = self._phases(spec)
+        return EagleWorker(
+            phases, spec, self._table, self.target_pool, self.draft_pool, streams=streams
+        )
+
+    def _phases(self, spec: Speculation) -> EaglePhases:
+        pair, subject = self._pair, self._subject
+        target_pool, draft_pool = self.target_pool, self.draft_pool
+        target = model_phase(pair.target, self._backend(subject.backend, target_pool))
+        prefill = model_phase(pair.draft, self._backend(subject.backend, draft_pool))
+        verify: Any = target
+        draft: Any = draft_phase(pair.draft, self._backend(subject.draft_backend, draft_pool))
+        extend: Any = model_phase(pair.draft, self._backend(subject.backend, draft_pool))
+        if self._room.capture_bs:
+            width = spec.num_draft_tokens
+            v1 = spec.version is Version.V1
+            mode = ForwardMode.DRAFT_EXTEND if v1 else ForwardMode.DRAFT_EXTEND_V2
+            verify = self._replayed(
+                TargetVerifyRunner, verify, target_pool, ForwardMode.TARGET_VERIFY, width
+            )
+            draft = self._replayed(
+                DraftRunner, draft, draft_pool, ForwardMode.DECODE, spec.num_steps - 1
+            )
+            extend = self._replayed(subject.draft_extend_runner, extend, draft_pool, mode, width)
+        return EaglePhases(
+            target_extend=target,
+            target_verify=verify,
+            draft_prefill=prefill,
+            draft=draft,
+            draft_extend=extend,
+        )
+
+    def _backend(self, kind: Any, pool: KVPool) -> Any:
+        spec = self._speculation
+        return kind(
+            provider=TorchPaged(self._subject.capability),
+            req_to_token_pool=self._table,
+            token_to_kv_pool=pool,
+            max_context_len=self._room.max_context_len,
+            num_draft_tokens=spec.num_draft_tokens if spec else 0,
+            speculative_num_steps=spec.num_steps if spec else 0,
+            device=self._device,
+        )
+
+    def _replayed(
+        self, kind: Any, phase: Any, pool: KVPool, mode: ForwardMode, width: int
+    ) -> GraphPhase[Any]:
+        """The phase behind a captured runner; the target reads no hidden states."""
+        hidden = None if kind is TargetVerifyRunner else self._pair.draft.config.hidden_size
+        runner = kind(
+            forward=phase.forward,
+            attn_backend=phase.backend,
+            new_graph=self._new_graph,
+            capture_bs=self._room.capture_bs,
+            req_to_token_pool=self._table,
+            token_to_kv_pool=pool,
+            mode=mode,
+            num_tokens_per_req=width,
+            hidden_size=hidden,
+            hidden_dtype=self._dtype,
+            device=self._device,
+        )
+        runner.capture()
+        return GraphPhase(phase, runner)
+
+    def _pool(self, model: Decoder) -> KVPool:
+        config, room = model.config, self._room
+        common: dict[str, Any] = {
+            "num_pages": room.num_pages,
+            "page_size": room.page_size,
+            "num_layers": len(model.layers),
+            "dtype": self._dtype,
+            "device": self._device,
+        }
+        if isinstance(config, LlamaConfig):
+            heads, size = config.num_key_value_heads, config.head_dim
+            return MHATokenToKVPool(**common, num_kv_heads=heads, head_dim=size)
+        assert isinstance(config, DeepseekConfig)
+        rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
+        return MLATokenToKVPool(**common, kv_lora_rank=rank, qk_rope_head_dim=rope)
+
+
+def family_of(model: Decoder) -> Family:
+    """The attention family a model's layers need."""
+    return Family.MLA if isinstance(model.config, DeepseekConfig) else Family.MHA
