@@ -95,9 +95,7 @@ class Rigging:
         """The engine; with streams, v2 overlaps."""
         room = self._room
         worker = self._plain() if self._speculation is None else self._eagle(streams)
-        return Engine(
-            worker, self.slots, max_bs=room.max_bs, max_context_len=room.max_context_len
-        )
+        return Engine(worker, self.slots, max_bs=room.max_bs, max_context_len=room.max_context_len)
 
     def _plain(self) -> PlainWorker:
         target = self._backend(self._subject.backend, self.target_pool)

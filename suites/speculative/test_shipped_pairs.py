@@ -1,0 +1,119 @@
+"""The shipped pairs turn their prompts into the oracle's text, in the oracle's rounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import mean
+
+import pytest
+import torch
+
+from fixtures import shipped
+from fixtures.shipped import ANSWERED, FAMILIES, Setup
+from harness.case import Dtype, Execution
+from harness.engine.speculation import Version
+from harness.environment import environment
+from harness.record import Record, Verdict
+from harness.tolerance import tie_margin
+from harness.transcript import judge_text
+
+EAGER, V1 = Execution.EAGER, Version.V1
+SETUPS = {
+    setup.id: setup
+    for pair in FAMILIES
+    for setup in (
+        Setup(pair=pair, version=None, execution=EAGER),
+        Setup(pair=pair, version=None),
+        Setup(pair=pair, version=V1, execution=EAGER),
+        Setup(pair=pair, version=V1),
+        Setup(pair=pair, execution=EAGER, page_size=1),
+        Setup(pair=pair, prompts=32),
+        Setup(pair=pair, overlap=True, execution=EAGER),
+        Setup(pair=pair, overlap=True, max_bs=3),
+        Setup(pair=pair, kernel="trtllm_gen", page_size=32),
+        Setup(pair=pair, kernel="trtllm_gen", page_size=32, version=V1),
+    )
+} | {
+    setup.id: setup
+    for setup in (
+        Setup(pair="gqa", kernel="xqa"),
+        Setup(pair="gqa", kernel="xqa", version=V1),
+        Setup(pair="gqa", kernel="xqa", version=V1, execution=EAGER),
+        Setup(pair="mla", kernel="flash_mla", page_size=64, overlap=True),
+    )
+}
+TRIALS = [
+    pytest.param(setup, index, id=f"{setup.id}-prompt{index}")
+    for setup in SETUPS.values()
+    for index in range(min(setup.prompts, ANSWERED))
+]
+# At less, ties part the texts of two right engines.
+FLOAT32 = [setup for setup in SETUPS.values() if setup.dtype is Dtype.FP32 and setup.version]
+each_setup = pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
+
+
+@pytest.mark.parametrize(("setup", "index"), TRIALS)
+def test_text(
+    setup: Setup,
+    index: int,
+    device: torch.device,
+    record_trial: Callable[[Record], None],
+    request: pytest.FixtureRequest,
+) -> None:
+    record = replace(trial(setup, index, device), reproduce=f"pytest '{request.node.nodeid}'")
+    record_trial(record)
+    if record.verdict.is_red:
+        pytest.fail(f"{record.message}\nreproduce: {record.reproduce}", pytrace=False)
+
+
+def trial(setup: Setup, index: int, device: torch.device) -> Record:
+    """One prompt of one setup, judged; the message of a passed one tells of ties."""
+    started = time.perf_counter()
+    blank = Record(
+        case=f"{setup.pair}/prompt{index}",
+        subject=setup.subject.name,
+        family=setup.subject.family,
+        mode=setup.mode,
+        execution=setup.execution,
+        device=str(device),
+        verdict=Verdict.ERROR,
+        environment=environment(str(device)),
+    )
+    generations = shipped.run(setup, device).generations
+    if isinstance(generations, str):
+        return replace(blank, message=generations)
+    text = generations[index]
+    found = judge_text(text, shipped.expected(setup, index), tie_margin(setup.dtype))
+    bad = [comparison for comparison in found if not comparison.passed]
+    return replace(
+        blank,
+        verdict=bad[0].verdict if bad else Verdict.PASSED,
+        message="; ".join(c.message for c in bad or found if c.message),
+        quantities=tuple(comparison.to_quantity() for comparison in found),
+        accept_lengths=tuple(text.accept_lengths),
+        seconds=time.perf_counter() - started,
+    )
+
+
+@each_setup
+def test_every_page_comes_back_and_nothing_races(setup: Setup, device: torch.device) -> None:
+    run = shipped.run(setup, device)
+    assert run.lost_pages == 0
+    assert run.hazards == ()
+
+
+@pytest.mark.parametrize("setup", FLOAT32, ids=lambda setup: setup.id)
+def test_speculation_changes_no_token(setup: Setup, device: torch.device) -> None:
+    plain = Setup(pair=setup.pair, version=None, prompts=setup.prompts)
+    texts = zip(shipped.run(setup, device).texts, shipped.run(plain, device).texts, strict=True)
+    assert all(spec.token_ids == due.token_ids for spec, due in texts)
+
+
+@pytest.mark.parametrize("pair", FAMILIES)
+def test_drafts_are_worth_it_and_some_are_rejected(pair: str, device: torch.device) -> None:
+    texts = shipped.run(Setup(pair=pair, prompts=32), device).texts
+    lengths = [n for text in texts for n in text.accept_lengths]
+    assert mean(lengths) >= 2.0
+    assert set(lengths) == {1, 2, 3, 4}
