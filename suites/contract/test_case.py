@@ -1,4 +1,4 @@
-"""A row that cannot be is refused where it is written, and what follows from a good one is right."""
+"""A row that cannot be is refused where it is written; what follows from a good one is right."""
 
 from __future__ import annotations
 
