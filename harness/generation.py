@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
 
 from harness.case import Family
 from harness.engine.allocation import SlotTable
@@ -13,7 +11,14 @@ from harness.engine.generate import Engine
 from harness.engine.models.config import DeepseekConfig, LlamaConfig
 from harness.engine.models.decoder import Decoder
 from harness.engine.models.loader import Pair
-from harness.engine.phases import EaglePhases, GraphPhase, PlainPhases, draft_phase, model_phase
+from harness.engine.phases import (
+    EaglePhases,
+    GraphPhase,
+    Phase,
+    PlainPhases,
+    draft_phase,
+    model_phase,
+)
 from harness.engine.plain import PlainWorker
 from harness.engine.plan_stream import PlanStream
 from harness.engine.speculation import Speculation, Version
@@ -25,7 +30,7 @@ from harness.graphs.tape import Tape
 from harness.graphs.target_verify import TargetVerifyRunner
 from harness.providers.torch_paged import TorchPaged
 from harness.subject import Subject
-from harness.upstream.batch import ForwardMode
+from harness.upstream.batch import ForwardMode, LogitsProcessorOutput
 from harness.upstream.pools import (
     KVPool,
     MHATokenToKVPool,
@@ -93,52 +98,55 @@ class Rigging:
 
     def engine(self, streams: PlanStream | None = None) -> Engine:
         """The engine; with streams, v2 overlaps."""
-        room = self._room
-        worker = self._plain() if self._speculation is None else self._eagle(streams)
+        room, spec = self._room, self._speculation
+        worker = self._plain() if spec is None else self._eagle(spec, streams)
         return Engine(worker, self.slots, max_bs=room.max_bs, max_context_len=room.max_context_len)
 
     def _plain(self) -> PlainWorker:
         target = self._backend(self._subject.backend, self.target_pool)
-        extend = decode = model_phase(self._pair.target, target)
+        extend = model_phase(self._pair.target, target)
+        decode: Phase[LogitsProcessorOutput] = extend
         if self._room.capture_bs:
             decode = self._replayed(
                 TargetVerifyRunner, extend, self.target_pool, ForwardMode.DECODE, 1
             )
         return PlainWorker(PlainPhases(extend=extend, decode=decode), self._table, self.target_pool)
 
-    def _eagle(self, streams: PlanStream | None) -> EagleWorker:
-        spec = self._speculation
-        assert spec is not None
+    def _eagle(self, spec: Speculation, streams: PlanStream | None) -> EagleWorker:
         phases = self._phases(spec)
+        if self._room.capture_bs:
+            phases = self._captured(phases, spec)
         return EagleWorker(
             phases, spec, self._table, self.target_pool, self.draft_pool, streams=streams
         )
 
     def _phases(self, spec: Speculation) -> EaglePhases:
-        pair, subject = self._pair, self._subject
-        target_pool, draft_pool = self.target_pool, self.draft_pool
-        target = model_phase(pair.target, self._backend(subject.backend, target_pool))
-        prefill = model_phase(pair.draft, self._backend(subject.backend, draft_pool))
-        verify: Any = target
-        draft: Any = draft_phase(pair.draft, self._backend(subject.draft_backend, draft_pool))
-        extend: Any = model_phase(pair.draft, self._backend(subject.backend, draft_pool))
-        if self._room.capture_bs:
-            width = spec.num_draft_tokens
-            v1 = spec.version is Version.V1
-            mode = ForwardMode.DRAFT_EXTEND if v1 else ForwardMode.DRAFT_EXTEND_V2
-            verify = self._replayed(
-                TargetVerifyRunner, verify, target_pool, ForwardMode.TARGET_VERIFY, width
-            )
-            draft = self._replayed(
-                DraftRunner, draft, draft_pool, ForwardMode.DECODE, spec.num_steps - 1
-            )
-            extend = self._replayed(subject.draft_extend_runner, extend, draft_pool, mode, width)
+        pair, subject, pool = self._pair, self._subject, self.draft_pool
+        target = model_phase(pair.target, self._backend(subject.backend, self.target_pool))
+        draft = None
+        if spec.num_steps > 1:
+            draft = draft_phase(pair.draft, self._backend(subject.draft_backend, pool))
         return EaglePhases(
             target_extend=target,
-            target_verify=verify,
-            draft_prefill=prefill,
+            target_verify=target,
+            draft_prefill=model_phase(pair.draft, self._backend(subject.backend, pool)),
             draft=draft,
-            draft_extend=extend,
+            draft_extend=model_phase(pair.draft, self._backend(subject.backend, pool)),
+        )
+
+    def _captured(self, phases: EaglePhases, spec: Speculation) -> EaglePhases:
+        extend = (self._subject.draft_extend_runner, phases.draft_extend, self.draft_pool)
+        verify = (TargetVerifyRunner, phases.target_verify, self.target_pool)
+        v1, width = spec.version is Version.V1, spec.num_draft_tokens
+        mode = ForwardMode.DRAFT_EXTEND if v1 else ForwardMode.DRAFT_EXTEND_V2
+        draft = phases.draft and self._replayed(
+            DraftRunner, phases.draft, self.draft_pool, ForwardMode.DECODE, spec.num_steps - 1
+        )
+        return replace(
+            phases,
+            target_verify=self._replayed(*verify, ForwardMode.TARGET_VERIFY, width),
+            draft=draft,
+            draft_extend=self._replayed(*extend, mode, width),
         )
 
     def _backend(self, kind: Any, pool: KVPool) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 from harness.compare import Comparison, compare_exact, compare_tokens
@@ -11,7 +12,15 @@ from harness.engine.request import Generation
 from harness.errors import SpecgateError
 
 # A broken engine fails in its own way.
-FAILURES = (SpecgateError, RuntimeError, IndexError, ValueError, TypeError, AttributeError)
+FAILURES = (
+    SpecgateError,
+    RuntimeError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+)
 
 
 class Answer(Protocol):
@@ -84,10 +93,4 @@ def _agreed_rounds(obtained: Sequence[int], expected: Answer) -> int | None:
     parted = next((i for i, (a, b) in pairs if a != b), None)
     if parted is None:
         return None
-    emitted, rounds = 1, 0
-    for length in expected.accept_lengths:
-        emitted += length
-        if emitted > parted:
-            break
-        rounds += 1
-    return rounds
+    return sum(1 + emitted <= parted for emitted in accumulate(expected.accept_lengths))

@@ -1,0 +1,63 @@
+"""A text and its rounds depend on its prompt alone: not on company, batch size, graphs or luck."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fixtures.shipped import FAMILIES, Setup, decode, prompts, run
+from harness.case import Execution
+from harness.engine.speculation import Version
+
+COMPANY = {"alone": (2,), "of_three": (5, 2, 0)}
+WAYS = [
+    (Version.V1, False, Execution.EAGER),
+    (Version.V1, False, Execution.GRAPH),
+    (Version.V2, False, Execution.EAGER),
+    (Version.V2, False, Execution.GRAPH),
+    (Version.V2, True, Execution.EAGER),
+    (Version.V2, True, Execution.GRAPH),
+]
+SETUPS = [
+    Setup(pair=pair, version=version, overlap=overlap, execution=execution, prompts=8)
+    for pair in FAMILIES
+    for version, overlap, execution in WAYS
+]
+each_setup = pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.id)
+
+
+@each_setup
+@pytest.mark.parametrize("members", COMPANY.values(), ids=COMPANY)
+def test_company_changes_neither_text_nor_rounds(
+    setup: Setup, members: tuple[int, ...], device: torch.device
+) -> None:
+    texts = tuple(prompts(setup.pair)[index] for index in members)
+    due = run(setup, device).texts
+    assert decode(setup, texts, device).texts == [due[index] for index in members]
+
+
+@each_setup
+def test_versions_graphs_and_overlap_change_neither(setup: Setup, device: torch.device) -> None:
+    plainest = Setup(pair=setup.pair, version=Version.V1, execution=Execution.EAGER, prompts=8)
+    assert run(setup, device).texts == run(plainest, device).texts
+
+
+@each_setup
+def test_twins_in_one_batch_are_equal_at_every_step(setup: Setup, device: torch.device) -> None:
+    twin, other = prompts(setup.pair)[2], prompts(setup.pair)[1]
+    first, _, second, third = decode(setup, (twin, other, twin, twin), device).texts
+    assert first == second == third
+
+
+@each_setup
+def test_two_runs_are_one(setup: Setup, device: torch.device) -> None:
+    again = decode(setup, prompts(setup.pair)[:8], device)
+    assert again == run(setup, device)
+
+
+@each_setup
+def test_rounds_add_up_to_the_tokens(setup: Setup, device: torch.device) -> None:
+    for text in run(setup, device).texts:
+        assert text.prefills == 1
+        assert 1 + sum(text.accept_lengths) - text.cut == len(text.token_ids)
+        assert 0 <= text.cut < text.accept_lengths[-1]
