@@ -5,19 +5,18 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
 from fixtures.toy_attention import make_batch, mha_layer, mha_pool, request_table
 from harness.environment import installed
-from harness.upstream.batch import ForwardBatch, ForwardMode, SpecInput
+from harness.upstream.batch import ForwardBatch, ForwardMode
 from harness.upstream.interface import (
     MIRRORED_SGLANG_VERSION,
     AttentionBackend,
     MultiStepDraftBackend,
-    decide_needs_cpu_seq_lens,
 )
 
 ATTENTION = ("q", "k", "v", "layer", "forward_batch", "save_kv_cache", "kwargs")
@@ -36,38 +35,23 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "forward_extend": ATTENTION,
 }
 # Of sglang <= 0.5.13, as the published optimizations were written against it.
-OLDER_PAIR: dict[str, tuple[str, ...]] = {
-    "init_forward_metadata_capture_cuda_graph": (
-        "bs",
-        "num_tokens",
-        "req_pool_indices",
-        "seq_lens",
-        "encoder_lens",
-        "forward_mode",
-        "spec_info",
-    ),
+CAPTURE = "bs num_tokens req_pool_indices seq_lens encoder_lens forward_mode spec_info"
+REPLAY = (
+    "bs req_pool_indices seq_lens seq_lens_sum encoder_lens forward_mode spec_info seq_lens_cpu"
+)
+OLDER_PAIR = {
+    "init_forward_metadata_capture_cuda_graph": ("bs", "num_tokens", *REQUESTS, *PHASE),
     "init_forward_metadata_replay_cuda_graph": (
         "bs",
-        "req_pool_indices",
-        "seq_lens",
+        *REQUESTS,
         "seq_lens_sum",
-        "encoder_lens",
-        "forward_mode",
-        "spec_info",
+        *PHASE,
         "seq_lens_cpu",
     ),
 }
-MULTI_STEP = {
-    name: HOOKS[name]
-    for name in (
-        "init_forward_metadata",
-        "init_forward_metadata_out_graph",
-        "init_forward_metadata_in_graph",
-        "init_cuda_graph_state",
-        "get_cuda_graph_seq_len_fill_value",
-        "on_after_cuda_graph_warmup",
-    )
-}
+SINGLE = ("forward", "forward_decode", "forward_extend")
+VERIFY = ("get_verify_buffers_to_fill_after_draft", "update_verify_buffers_to_fill_after_draft")
+MULTI_STEP = {name: words for name, words in HOOKS.items() if name not in SINGLE + VERIFY}
 LENS = torch.tensor([9, 4])
 ROWS = torch.tensor([1, 3])
 
@@ -220,51 +204,3 @@ def test_a_multi_step_draft_asks_its_steps() -> None:
     assert steps.get_cuda_graph_seq_len_fill_value() == 7
     steps.on_after_cuda_graph_warmup()
     assert undone == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("needs", "decided"),
-    [([], False), ([0], False), ([0, 0], False), ([0, 1], True), ([1, 0], True)],
-)
-def test_lengths_are_copied_as_soon_as_one_backend_reads_them(
-    needs: list[int], decided: bool
-) -> None:
-    backends = [Plain(), Plain()][: len(needs)]
-    for backend, need in zip(backends, needs, strict=True):
-        backend.needs_cpu_seq_lens = bool(need)
-    assert decide_needs_cpu_seq_lens(backends) is decided
-
-
-# is_extend, is_decode, is_idle, is_target_verify, draft_extend, draft_extend with v2, v2
-TRUTH = {
-    ForwardMode.EXTEND: (1, 0, 0, 0, 0, 0, 0),
-    ForwardMode.DECODE: (0, 1, 0, 0, 0, 0, 0),
-    ForwardMode.IDLE: (0, 0, 1, 0, 0, 0, 0),
-    ForwardMode.TARGET_VERIFY: (0, 0, 0, 1, 0, 0, 0),
-    ForwardMode.DRAFT_EXTEND: (0, 0, 0, 0, 1, 1, 0),
-    ForwardMode.DRAFT_EXTEND_V2: (0, 0, 0, 0, 0, 1, 1),
-}
-
-
-@pytest.mark.parametrize("mode", ForwardMode, ids=lambda mode: mode.name.lower())
-def test_predicates_of_a_mode(mode: ForwardMode) -> None:
-    told = (
-        mode.is_extend(),
-        mode.is_decode(),
-        mode.is_idle(),
-        mode.is_target_verify(),
-        mode.is_draft_extend(),
-        mode.is_draft_extend(include_v2=True),
-        mode.is_draft_extend_v2(),
-    )
-    assert told == tuple(map(bool, TRUTH[mode]))
-
-
-def test_a_changed_batch_shares_its_tensors_and_leaves_the_first_alone() -> None:
-    batch = batch_of(ForwardMode.DECODE)
-    changed = batch.with_changes(forward_mode=ForwardMode.IDLE, batch_size=7)
-    assert (batch.forward_mode, batch.batch_size) == (ForwardMode.DECODE, 2)
-    assert (changed.forward_mode, changed.batch_size) == (ForwardMode.IDLE, 7)
-    assert changed.seq_lens is batch.seq_lens
-    assert (batch.seq_lens_cpu, batch.seq_lens_sum, batch.spec_info) == (None, None, None)
-    assert len(get_args(SpecInput)) == 3
