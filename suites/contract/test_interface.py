@@ -35,19 +35,13 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "forward_extend": ATTENTION,
 }
 # Of sglang <= 0.5.13, as the published optimizations were written against it.
-CAPTURE = "bs num_tokens req_pool_indices seq_lens encoder_lens forward_mode spec_info"
-REPLAY = (
-    "bs req_pool_indices seq_lens seq_lens_sum encoder_lens forward_mode spec_info seq_lens_cpu"
-)
+REQUESTS = ("req_pool_indices", "seq_lens")
+PHASE = ("encoder_lens", "forward_mode", "spec_info")
+CAPTURED = ("bs", "num_tokens", *REQUESTS, *PHASE)
+REPLAYED = ("bs", *REQUESTS, "seq_lens_sum", *PHASE, "seq_lens_cpu")
 OLDER_PAIR = {
-    "init_forward_metadata_capture_cuda_graph": ("bs", "num_tokens", *REQUESTS, *PHASE),
-    "init_forward_metadata_replay_cuda_graph": (
-        "bs",
-        *REQUESTS,
-        "seq_lens_sum",
-        *PHASE,
-        "seq_lens_cpu",
-    ),
+    "init_forward_metadata_capture_cuda_graph": CAPTURED,
+    "init_forward_metadata_replay_cuda_graph": REPLAYED,
 }
 SINGLE = ("forward", "forward_decode", "forward_extend")
 VERIFY = ("get_verify_buffers_to_fill_after_draft", "update_verify_buffers_to_fill_after_draft")
