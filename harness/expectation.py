@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -12,7 +13,7 @@ from harness.dense import DenseRows, dense_rows
 from harness.inputs import Requests, World
 from harness.oracle import attend, low_precision_attend, quantize_dequantize
 
-Attend = Callable[[DenseRows, Case, int, int, torch.Tensor | None, float], torch.Tensor]
+Attend = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,9 @@ def expect(
     case = requests.case
     problems = [_problem(world, requests, i, fed_tokens, casts_query) for i in range(case.bs)]
     dtype = getattr(torch, case.dtype)
-    oracle = _answer(world, requests, problems, _exact, torch.float64)
-    reference = _answer(world, requests, problems, _plain, dtype)
+    plain = partial(low_precision_attend, dtype=dtype)
+    oracle = _answer(world, requests, problems, attend, torch.float64)
+    reference = _answer(world, requests, problems, plain, dtype)
     new = [_tail(rows, n) for rows, n in zip(problems, case.q_lens, strict=True)]
     empty = [_tail(_problem_of_nothing(world, case), 0)]
     return Expected(
@@ -78,7 +80,7 @@ def expect(
 
 def _problem_of_nothing(world: World, case: Case) -> DenseRows:
     nothing = torch.empty(0, dtype=torch.int64)
-    return dense_rows(world.weights, case, nothing, nothing)
+    return dense_rows(world.weights, case, nothing, nothing, queries=0)
 
 
 def _problem(
@@ -91,7 +93,8 @@ def _problem(
     case = requests.case
     new = requests.new_tokens[i] if fed_tokens is None else fed_tokens[i].cpu()
     tokens = torch.cat((requests.history[i], new))
-    rows = dense_rows(world.weights, case, tokens, torch.arange(len(tokens)))
+    positions = torch.arange(len(tokens))
+    rows = dense_rows(world.weights, case, tokens, positions, queries=case.q_lens[i])
     if case.kv_dtype is not KVDtype.FP8:
         return rows
     # The latent of MLA is key and value at once, so it has the key's scale.
@@ -108,35 +111,6 @@ def _tail(rows: DenseRows, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return rows.k[:, start:], rows.v[:, start:]
 
 
-def _exact(
-    rows: DenseRows, case: Case, layer: int, n: int, sinks: torch.Tensor | None, scale: float
-) -> torch.Tensor:
-    return attend(
-        rows.q[layer][-n:],
-        rows.k[layer],
-        rows.v[layer],
-        prefix_len=rows.k.shape[1] - n,
-        scale=scale,
-        window_left=_window(case, layer),
-        sinks=sinks,
-    )
-
-
-def _plain(
-    rows: DenseRows, case: Case, layer: int, n: int, sinks: torch.Tensor | None, scale: float
-) -> torch.Tensor:
-    return low_precision_attend(
-        rows.q[layer][-n:],
-        rows.k[layer],
-        rows.v[layer],
-        prefix_len=rows.k.shape[1] - n,
-        scale=scale,
-        window_left=_window(case, layer),
-        sinks=sinks,
-        dtype=getattr(torch, case.dtype),
-    )
-
-
 def _window(case: Case, layer: int) -> int:
     """Layers alternate between full and windowed."""
     return case.window_left if layer % 2 else -1
@@ -151,11 +125,19 @@ def _answer(
 ) -> Answer:
     case, weights = requests.case, world.weights
     hidden = [torch.empty(0, weights.hidden_size, dtype=dtype)]
-    for rows, n in zip(problems, case.q_lens, strict=True):
-        outputs = []
-        for layer in range(case.num_layers):
-            sinks = None if weights.sinks is None else weights.sinks[layer]
-            outputs.append(attention(rows, case, layer, n, sinks, weights.scaling).flatten(1))
+    for rows in problems:
+        outputs = [
+            attention(
+                rows.q[layer],
+                rows.k[layer],
+                rows.v[layer],
+                prefix_len=rows.k.shape[1] - rows.q.shape[1],
+                scale=weights.scaling,
+                window_left=_window(case, layer),
+                sinks=None if weights.sinks is None else weights.sinks[layer],
+            ).flatten(1)
+            for layer in range(case.num_layers)
+        ]
         hidden.append(torch.cat(outputs, -1))
     states = _with_incoming(torch.cat(hidden), requests, dtype)
     head = weights.lm_head.double() if dtype == torch.float64 else weights.lm_head

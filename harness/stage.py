@@ -149,7 +149,7 @@ def write_kv(
     """Put keys and values of tokens [n] at positions start … into the cache of a request."""
     case = requests.case
     positions = torch.arange(start, start + len(tokens))
-    rows = dense_rows(stage.world.weights, case, tokens, positions)
+    rows = dense_rows(stage.world.weights, case, tokens, positions, queries=0)
     slots = torch.tensor(requests.slots(request, start, start + len(tokens)), dtype=torch.int64)
     pool = stage.token_to_kv_pool
     for layer in range(case.num_layers):
