@@ -94,9 +94,14 @@ def test_an_unset_stride_of_draft_extend_v2_falls_back_at_capture_alone(subject:
     own = bench(subject, Mode.DRAFT_EXTEND_V2)
     own.backend.init_cuda_graph_state(4, 16)
 
-    def batch(*counts: int) -> Any:
+    def batch(*counts: int, width: int = 0) -> Any:
         accepted = torch.tensor(counts, dtype=torch.int32)
-        return own.batch.with_changes(spec_info=EagleDraftExtendInput(None, accepted))
+        spec = EagleDraftExtendInput(None, accepted, num_tokens_per_req=width)
+        return own.batch.with_changes(spec_info=spec)
+
+    # A declared stride counts, whatever the captured batch accepted.
+    own.backend.init_forward_metadata_out_graph(batch(1, 3, 2, width=4), in_capture=True)
+    assert own.plans[0].geometry.max_q_len == 4
 
     own.backend.init_forward_metadata_out_graph(batch(1, 3, 2), in_capture=True)
     own.backend.init_forward_metadata_in_graph(batch(1, 3, 2))
