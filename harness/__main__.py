@@ -17,6 +17,7 @@ DIFFERENTIAL = (
     "suites/speculative",
     "suites/graphs/test_effect_budgets.py",
 )
+GOLDENS = ("suites/differential/test_goldens.py", "suites/speculative/test_golden_prompts.py")
 GOLDEN_MODES = ("verify", "add", "rewrite")
 LEFT_RECORDS = (0, 1, 2)
 """Exit codes of a pytest that ran tests: passed, failed, interrupted."""
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.verb == "run":
         return run(options.report, args)
     if options.verb == "golden":
-        return start("pytest", "suites", f"--golden={options.mode}", *args)
+        return start("pytest", *GOLDENS, "-n0", f"--golden={options.mode}", *args)
     if args:
         commands.error(f"unrecognized arguments: {' '.join(args)}")
     out = ("--out", str(Path(options.out).absolute())) if options.out else ()

@@ -65,7 +65,7 @@ def test_run_returns_the_first_failure(
 def test_golden_hands_its_mode_to_pytest(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     stand_in = started(monkeypatch, pytest=1)
     assert cli.main(["golden", mode, "-k", "decode"]) == 1
-    assert stand_in.calls == [("pytest", "suites", f"--golden={mode}", "-k", "decode")]
+    assert stand_in.calls == [("pytest", *cli.GOLDENS, "-n0", f"--golden={mode}", "-k", "decode")]
 
 
 def test_report_hands_its_paths_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

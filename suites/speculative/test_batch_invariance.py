@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fixtures.shipped import FAMILIES, Setup, decode, prompts, run
+from fixtures.goldens import prompts
+from fixtures.shipped import FAMILIES, Setup, decode, run
 from harness.case import Execution
 from harness.engine.speculation import Version
 
@@ -19,7 +20,7 @@ WAYS = [
     (Version.V2, True, Execution.GRAPH),
 ]
 SETUPS = [
-    Setup(pair=pair, version=version, overlap=overlap, execution=execution, prompts=8)
+    Setup(pair=pair, version=version, overlap=overlap, execution=execution)
     for pair in FAMILIES
     for version, overlap, execution in WAYS
 ]
@@ -38,7 +39,7 @@ def test_company_changes_neither_text_nor_rounds(
 
 @each_setup
 def test_versions_graphs_and_overlap_change_neither(setup: Setup, device: torch.device) -> None:
-    plainest = Setup(pair=setup.pair, version=Version.V1, execution=Execution.EAGER, prompts=8)
+    plainest = Setup(pair=setup.pair, version=Version.V1, execution=Execution.EAGER)
     assert run(setup, device).texts == run(plainest, device).texts
 
 
@@ -51,7 +52,7 @@ def test_twins_in_one_batch_are_equal_at_every_step(setup: Setup, device: torch.
 
 @each_setup
 def test_two_runs_are_one(setup: Setup, device: torch.device) -> None:
-    again = decode(setup, prompts(setup.pair)[:8], device)
+    again = decode(setup, prompts(setup.pair)[: setup.prompts], device)
     assert again == run(setup, device)
 
 
