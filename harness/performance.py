@@ -70,25 +70,27 @@ def _decoy(case: Case, bs: int) -> Case:
     )
 
 
-def _batch(stage: Stage, rig: Rig, requests: Requests) -> ForwardBatch:
+def batch_of(stage: Stage, rig: Rig, requests: Requests) -> ForwardBatch:
+    """The batch, with host lengths only for a backend that asks for them."""
     return make_batch(stage, requests, host_lengths=rig.backend.needs_cpu_seq_lens)
 
 
-def _plans(rig: Rig) -> tuple[Any, ...]:
+def plans(rig: Rig) -> tuple[Any, ...]:
     """The metadata of every backend that was planned."""
     if isinstance(rig.backend, PagedBackend):
         return (rig.backend.forward_metadata,)
     return tuple(backend.forward_metadata for backend in rig.backend.attn_backends)
 
 
-def _copies(stage: Stage) -> dict[str, torch.Tensor]:
+def copies(stage: Stage) -> dict[str, torch.Tensor]:
+    """Copies of every cache buffer, by name."""
     return {name: buffer.clone() for name, buffer in stage.buffers().items()}
 
 
 def _eager(subject: Subject, stage: Stage, rig: Rig) -> Performance:
     case, requests = stage.case, stage.world.batches[0]
-    before = _copies(stage)
-    batch = _batch(stage, rig, requests)
+    before = copies(stage)
+    batch = batch_of(stage, rig, requests)
     rig.backend.init_forward_metadata(batch)
     if case.padded_rows:
         width = 1 if case.mode is Mode.MULTI_STEP_DRAFT else max(case.q_lens)
@@ -100,7 +102,7 @@ def _eager(subject: Subject, stage: Stage, rig: Rig) -> Performance:
         for name, tensor in _tensors(output).items()
         for i in (~tensor[rows:].flatten(1).isfinite().all(1)).nonzero().flatten().tolist()[:1]
     ]
-    return Performance(stage, before, _cut(output, rows), _plans(rig), case.bs, tuple(violations))
+    return Performance(stage, before, _cut(output, rows), plans(rig), case.bs, tuple(violations))
 
 
 def _replayed(subject: Subject, stage: Stage, rig: Rig) -> Performance:
@@ -109,28 +111,28 @@ def _replayed(subject: Subject, stage: Stage, rig: Rig) -> Performance:
     runner = build_runner(subject, stage, rig, capture_bs)
     runner.capture()
     for other in others:
-        runner.replay(_batch(stage, rig, other))
+        runner.replay(batch_of(stage, rig, other))
     # The last batch of the company shares the case's bucket, so its plan is the one to keep.
-    kept = [frozen(plan) for plan in _plans(rig)]
-    before = _copies(stage)
-    batch = _batch(stage, rig, requests)
+    kept = [frozen(plan) for plan in plans(rig)]
+    before = copies(stage)
+    batch = batch_of(stage, rig, requests)
     output = runner.replay(batch)
-    violations = _padding(runner, batch)
-    for plan, old in zip(_plans(rig), kept, strict=True):
+    violations = padding(runner, batch)
+    for plan, old in zip(plans(rig), kept, strict=True):
         violations += check_frozen(old, frozen(plan))
-    plans = tuple(_snapshot(plan) for plan in _plans(rig))
+    planned = tuple(snapshot(plan) for plan in plans(rig))
     after = {name: buffer.clone() for name, buffer in stage.buffers().items()}
     held = {name: tensor.clone() for name, tensor in _tensors(output).items()}
-    runner.replay(_batch(stage, rig, others[-1]))
+    runner.replay(batch_of(stage, rig, others[-1]))
     for name, tensor in _tensors(output).items():
         if not torch.equal(tensor, held[name]):
             violations.append(f"{name} of a replay changed in the next one [lifetime]")
     for name, buffer in stage.buffers().items():
         buffer.copy_(after[name])
-    return Performance(stage, before, output, plans, min(capture_bs), tuple(violations))
+    return Performance(stage, before, output, planned, min(capture_bs), tuple(violations))
 
 
-def _snapshot(plan: Any) -> Any:
+def snapshot(plan: Any) -> Any:
     """A plan whose tensors no later replay changes."""
     tensors = {
         name: value.clone() for name, value in vars(plan).items() if isinstance(value, torch.Tensor)
@@ -138,7 +140,8 @@ def _snapshot(plan: Any) -> Any:
     return replace(plan, **tensors)
 
 
-def _padding(runner: GraphRunner[Any, Any], batch: ForwardBatch) -> list[str]:
+def padding(runner: GraphRunner[Any, Any], batch: ForwardBatch) -> list[str]:
+    """Padded elements of static inputs that do not hold their pad, one line a buffer."""
     padded = runner.padding(batch)
     return check_padding(padded, runner.pads, dict.fromkeys(padded, 0))
 

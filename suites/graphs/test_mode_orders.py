@@ -1,0 +1,42 @@
+"""No mode leaves anything behind for the next one, whatever the two are and however they run."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+
+import pytest
+
+from fixtures.mode_orders import STEPS, AllModes, Step, cases_of
+from harness.case import Case, Mode
+from harness.subject import SUBJECTS
+
+LENS, ACCEPT_LENS = (33, 64, 95), (1, 4, 2)
+
+
+@cache
+def all_modes(name: str) -> AllModes:
+    family = SUBJECTS[name].family
+    base = Case(
+        id=f"orders-{name}",
+        family=family,
+        mode=Mode.DECODE,
+        prefix_lens=LENS,
+        page_size=32,
+        num_kv_heads=1 if family == "mla" else 2,
+        window_left=40 if family == "mha" else -1,
+        capture_bs=(2, 4),
+    )
+    return AllModes(SUBJECTS[name], cases_of(LENS, ACCEPT_LENS, base))
+
+
+@pytest.mark.parametrize("name", ["trtllm_mha/xqa", "trtllm_mla/trtllm_gen"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [pytest.param(a, b, id="-then-".join(map("_".join, (a, b)))) for a, b in product(STEPS, STEPS)],
+)
+def test_the_second_is_right_after_the_first(name: str, first: Step, second: Step) -> None:
+    modes = all_modes(name)
+    modes.run(first)
+    wrong = modes.run(second)
+    assert not wrong, wrong[0].message
