@@ -125,7 +125,8 @@ def _replayed(subject: Subject, stage: Stage, rig: Rig) -> Performance:
     held = {name: tensor.clone() for name, tensor in _tensors(output).items()}
     runner.replay(batch_of(stage, rig, others[-1]))
     for name, tensor in _tensors(output).items():
-        if not torch.equal(tensor, held[name]):
+        # A NaN is judged by the numbers; here it would hide the cause behind a change that is none.
+        if not torch.allclose(tensor, held[name], rtol=0, atol=0, equal_nan=True):
             violations.append(f"{name} of a replay changed in the next one [lifetime]")
     for name, buffer in stage.buffers().items():
         buffer.copy_(after[name])

@@ -71,7 +71,8 @@ def test_rows_of_padding_behind_the_plan_come_out_zero(
     batch, inputs = scene.batch(mode, q_lens), scene.inputs(tokens + 2)
     for part in inputs.values():
         part[tokens:] = torch.nan
-    scene.backend.init_forward_metadata(batch)
+    # DP padding may raise batch_size before planning; rows still count by seq_lens.
+    scene.backend.init_forward_metadata(batch.with_changes(batch_size=4))
     padding = torch.zeros(2, dtype=torch.int64)
     slots_and_padding = torch.cat((batch.out_cache_loc, padding))
     padded = batch.with_changes(batch_size=4, out_cache_loc=slots_and_padding)
