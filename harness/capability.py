@@ -27,6 +27,7 @@ class Capability:
             refuses one (XQA).
         block_table_multiple: block-table widths must be a multiple of
             ``block_table_multiple / page_size`` (trtllm-gen MLA: 128); 1 for no rule.
+        compute_capabilities: (major, minor) of the GPUs it runs on, empty for any device.
         source: where the limits come from.
     """
 
@@ -43,12 +44,14 @@ class Capability:
     needs_packed_mask: bool = False
     casts_query_to_kv_dtype: bool = False
     block_table_multiple: int = 1
+    compute_capabilities: frozenset[tuple[int, int]] = frozenset()
     source: str
 
 
 ANY_DTYPE = frozenset(Dtype)
 HALF = frozenset({Dtype.BF16, Dtype.FP16})
 HALF_KV = frozenset({KVDtype.AUTO, KVDtype.FP8})
+BLACKWELL = frozenset({(10, 0), (10, 3)})
 
 REFERENCE = Capability(
     name="reference",
@@ -65,6 +68,7 @@ XQA = Capability(
     dtypes=HALF,
     kv_dtypes=HALF_KV,
     needs_packed_mask=True,
+    compute_capabilities=frozenset({(9, 0), (12, 0), (12, 1)}),
     source="flashinfer 0.6.12, flashinfer/xqa.py",
 )
 TRTLLM_GEN_MHA = Capability(
@@ -75,6 +79,7 @@ TRTLLM_GEN_MHA = Capability(
     dtypes=HALF,
     kv_dtypes=HALF_KV,
     casts_query_to_kv_dtype=True,
+    compute_capabilities=BLACKWELL,
     source="flashinfer 0.6.12, flashinfer/decode.py trtllm_batch_decode_with_kv_cache",
 )
 TRTLLM_GEN_MLA = Capability(
@@ -88,6 +93,7 @@ TRTLLM_GEN_MLA = Capability(
     max_group_size=128,
     casts_query_to_kv_dtype=True,
     block_table_multiple=128,
+    compute_capabilities=BLACKWELL,
     source="flashinfer 0.6.12, flashinfer/mla.py trtllm_batch_decode_with_kv_cache_mla",
 )
 FLASH_MLA = Capability(
@@ -99,6 +105,7 @@ FLASH_MLA = Capability(
     window=False,
     sinks=False,
     max_group_size=128,
+    compute_capabilities=frozenset({(9, 0)}),
     source="sglang-kernel 0.4.4, sgl_kernel/flash_mla.py",
 )
 
@@ -109,8 +116,21 @@ CAPABILITIES = {
 }
 
 
-def refusal(case: Case, capability: Capability) -> str | None:
-    """Why this kernel cannot serve this case, in one phrase, or None if it can."""
+def refusal(
+    case: Case, capability: Capability, compute_capability: tuple[int, int] | None = None
+) -> str | None:
+    """Why this kernel cannot serve this case, in one phrase, or None if it can.
+
+    Args:
+        case: the row.
+        capability: of the kernel.
+        compute_capability: of the GPU; None where the strict reference stands in for the kernel.
+    """
+    gpus = capability.compute_capabilities
+    if compute_capability is not None and gpus and compute_capability not in gpus:
+        accepted = " or ".join(f"{major}.{minor}" for major, minor in sorted(gpus))
+        present = "{}.{}".format(*compute_capability)
+        return f"{capability.name} needs compute capability {accepted}, this device has {present}"
     q_len = 1 if case.mode in (Mode.EXTEND, Mode.DRAFT_EXTEND) else max(case.q_lens, default=0)
     checks: tuple[tuple[bool, str, object, object], ...] = (
         (case.family in capability.families, "family", case.family, capability.families),

@@ -35,6 +35,12 @@ def environment(device: str = "cpu") -> Environment:
     )
 
 
+def compute_capability(device: torch.device | str) -> tuple[int, int] | None:
+    """(major, minor) of a GPU, None for a CPU."""
+    is_cuda = torch.device(device).type == "cuda"
+    return torch.cuda.get_device_capability(device) if is_cuda else None
+
+
 def installed(package: str) -> str:
     """Version of a package, empty where it is not installed."""
     try:

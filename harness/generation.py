@@ -26,10 +26,8 @@ from harness.engine.worker import EagleWorker
 from harness.errors import UsageError, rejected
 from harness.graphs.base import GraphFactory
 from harness.graphs.draft import DraftRunner
-from harness.graphs.tape import Tape
 from harness.graphs.target_verify import TargetVerifyRunner
-from harness.providers.torch_paged import TorchPaged
-from harness.subject import Subject
+from harness.subject import Subject, new_graph, new_provider
 from harness.upstream.batch import ForwardMode, LogitsProcessorOutput
 from harness.upstream.pools import (
     KVPool,
@@ -67,7 +65,7 @@ class Rigging:
         subject: backend and kernel.
         speculation: how far to speculate, None for plain greedy decoding.
         room: how much to hold.
-        new_graph: makes the graphs.
+        graph: makes the graphs, by default those of the pair's device.
 
     Raises:
         UsageError: the pair is of another attention family than the subject.
@@ -79,14 +77,14 @@ class Rigging:
         subject: Subject,
         speculation: Speculation | None,
         room: Room,
-        new_graph: GraphFactory = Tape,
+        graph: GraphFactory | None = None,
     ) -> None:
         family = family_of(pair.target)
         if family is not subject.family:
             raise UsageError(rejected("subject", subject.name, f"one of family {family}"))
         self._pair, self._subject, self._room = pair, subject, room
-        self._speculation, self._new_graph = speculation, new_graph
         self._device, self._dtype = pair.target.lm_head.device, pair.target.lm_head.dtype
+        self._speculation, self._graph = speculation, graph or new_graph(self._device)
         headroom = 1
         if speculation is not None:
             headroom = max(speculation.num_draft_tokens, speculation.num_steps)
@@ -152,7 +150,7 @@ class Rigging:
     def _backend(self, kind: Any, pool: KVPool) -> Any:
         spec = self._speculation
         return kind(
-            provider=TorchPaged(self._subject.capability),
+            provider=new_provider(self._subject, self._device),
             req_to_token_pool=self._table,
             token_to_kv_pool=pool,
             max_context_len=self._room.max_context_len,
@@ -169,7 +167,7 @@ class Rigging:
         runner = kind(
             forward=phase.forward,
             attn_backend=phase.backend,
-            new_graph=self._new_graph,
+            new_graph=self._graph,
             capture_bs=self._room.capture_bs,
             req_to_token_pool=self._table,
             token_to_kv_pool=pool,

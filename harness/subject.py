@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,17 +27,23 @@ from harness.capability import CAPABILITIES, Capability, refusal
 from harness.case import Case, Execution, Family, Mode
 from harness.engine.draft import multi_step_draft
 from harness.engine.models.probe import ProbeModel
+from harness.environment import compute_capability
 from harness.errors import UsageError, rejected
 from harness.graphs.base import GraphFactory, GraphRunner
+from harness.graphs.cuda import CudaGraph
 from harness.graphs.draft import DraftRunner
 from harness.graphs.draft_extend import DraftExtendRunner, UnoptimizedDraftExtendRunner
 from harness.graphs.tape import Tape
 from harness.graphs.target_verify import TargetVerifyRunner
+from harness.providers.base import Provider
 from harness.providers.torch_paged import TorchPaged
 from harness.stage import FORWARD_MODES, Stage
 from harness.upstream.batch import DraftOutput, ForwardBatch, LogitsProcessorOutput
 
 Forward = Callable[[ForwardBatch], LogitsProcessorOutput | DraftOutput]
+
+# Real kernels; every other one, and every one on a CPU, is the strict reference.
+KERNELS: dict[tuple[Family, str], Callable[[torch.device | str], Provider]] = {}
 
 ALL_MODES = frozenset(Mode)
 GRAPH_MODES = ALL_MODES - {Mode.EXTEND, Mode.IDLE}
@@ -69,13 +76,15 @@ class Subject:
         """What the subject's kernel accepts."""
         return CAPABILITIES[self.family, self.kernel]
 
-    def refusal(self, case: Case, execution: Execution) -> str | None:
-        """Why this subject does not run this case, or None if it does."""
+    def refusal(
+        self, case: Case, execution: Execution, device: torch.device | str = "cpu"
+    ) -> str | None:
+        """Why this subject does not run this case on this device, or None if it does."""
         if execution is Execution.GRAPH and case.mode not in GRAPH_MODES:
             return f"{case.mode} has no graph"
         if execution is Execution.GRAPH and case.padded_rows:
             return "DP padding behind the plan is an eager case; graphs pad by bucket"
-        return refusal(case, self.capability)
+        return refusal(case, self.capability, compute_capability(device))
 
 
 Kind = tuple[Family, type[PagedBackend], type[PagedMultiStepDraftBackend]]
@@ -148,15 +157,32 @@ def find_subject(name: str) -> Subject:
 class Rig:
     """A subject built on a stage for the mode of the stage's case."""
 
-    provider: TorchPaged
+    provider: Provider
     backend: PagedBackend | PagedMultiStepDraftBackend
     forward: Forward
+
+
+def new_provider(subject: Subject, device: torch.device | str) -> Provider:
+    """The subject's kernel; on a CPU the reference kernel, as strict as that one.
+
+    Raises:
+        UsageError: the kernel's package is missing, or the device cannot run it.
+    """
+    kernel = KERNELS.get((subject.family, subject.kernel))
+    if kernel is None or torch.device(device).type == "cpu":
+        return TorchPaged(subject.capability)
+    return kernel(device)
+
+
+def new_graph(device: torch.device | str) -> GraphFactory:
+    """What captures on this device: a tape on a CPU, a CUDA graph on a GPU."""
+    return Tape if torch.device(device).type == "cpu" else partial(CudaGraph, device)
 
 
 def build(subject: Subject, stage: Stage) -> Rig:
     """Provider, backend and probe model of a subject, wired to the stage's pools."""
     case = stage.case
-    provider = TorchPaged(subject.capability)
+    provider = new_provider(subject, stage.device)
     model = ProbeModel(stage.world.weights, case, stage.device)
     pools: dict[str, Any] = {
         "provider": provider,
@@ -184,14 +210,14 @@ def build_runner(
     stage: Stage,
     rig: Rig,
     capture_bs: tuple[int, ...],
-    new_graph: GraphFactory = Tape,
+    graph: GraphFactory | None = None,
 ) -> GraphRunner[Any, Any]:
-    """The graph runner of the stage's mode, not yet captured."""
+    """The graph runner of the stage's mode, not yet captured; by default on the device's graphs."""
     case = stage.case
     common: dict[str, Any] = {
         "forward": rig.forward,
         "attn_backend": rig.backend,
-        "new_graph": new_graph,
+        "new_graph": graph or new_graph(stage.device),
         "capture_bs": capture_bs,
         "req_to_token_pool": stage.req_to_token_pool,
         "token_to_kv_pool": stage.token_to_kv_pool,

@@ -27,7 +27,7 @@ def run_trial(
     The message of a red record says which invariant broke or which quantity is off and where.
     """
     started = time.perf_counter()
-    reason = subject.refusal(case, execution)
+    reason = subject.refusal(case, execution, device)
     if reason is not None:
         return _record(case, subject, execution, device, Verdict.REFUSED, reason)
     others = company(case) if execution is Execution.GRAPH else ()

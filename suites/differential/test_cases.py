@@ -14,10 +14,14 @@ from harness.subject import Subject
 from harness.trial import run_trial
 
 
-@pytest.mark.parametrize(
-    ("case", "subject", "execution"),
-    [pytest.param(c, s, e, id=f"{c.id}-{s.name}-{e}") for c, s, e in trials()],
-)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    planned = trials(metafunc.config.getoption("--device"))
+    metafunc.parametrize(
+        ("case", "subject", "execution"),
+        [pytest.param(c, s, e, id=f"{c.id}-{s.name}-{e}") for c, s, e in planned],
+    )
+
+
 def test_case(
     case: Case,
     subject: Subject,
