@@ -128,9 +128,9 @@ def refusal(
     """
     gpus = capability.compute_capabilities
     if compute_capability is not None and gpus and compute_capability not in gpus:
-        accepted = " or ".join(f"{major}.{minor}" for major, minor in sorted(gpus))
+        needed = " or ".join(f"{major}.{minor}" for major, minor in sorted(gpus))
         present = "{}.{}".format(*compute_capability)
-        return f"{capability.name} needs compute capability {accepted}, this device has {present}"
+        return f"{capability.name} needs compute capability {needed}, this device has {present}"
     q_len = 1 if case.mode in (Mode.EXTEND, Mode.DRAFT_EXTEND) else max(case.q_lens, default=0)
     checks: tuple[tuple[bool, str, object, object], ...] = (
         (case.family in capability.families, "family", case.family, capability.families),
