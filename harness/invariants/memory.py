@@ -103,7 +103,7 @@ def check_writes(
         if name not in after or name not in slots:
             found.append(f"{name} has no expected slots or is gone [{INDEX_SPACE}]")
             continue
-        changed = (_bytes(old) != _bytes(after[name])).any(-1).nonzero().flatten().tolist()
+        changed = (_bits(old) != _bits(after[name])).any(-1).nonzero().flatten().tolist()
         due = set(slots[name])
         for said, wrong in (
             ("was overwritten", set(changed) - due - {PADDING_SLOT}),
@@ -116,6 +116,9 @@ def check_writes(
     return found
 
 
-def _bytes(buffer: torch.Tensor) -> torch.Tensor:
-    """[slots, bytes]; NaN equals itself here."""
-    return buffer.detach().contiguous().reshape(buffer.shape[0], -1).view(torch.uint8)
+def _bits(buffer: torch.Tensor) -> torch.Tensor:
+    """[slots, words of the widest kind that fits]; NaN equals itself here."""
+    rows = buffer.detach().contiguous().reshape(buffer.shape[0], -1)
+    words = (torch.int64, torch.int32, torch.int16)
+    size = rows.shape[1] * rows.element_size()
+    return rows.view(next((word for word in words if size % word.itemsize == 0), torch.uint8))

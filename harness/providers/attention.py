@@ -62,8 +62,8 @@ def attend(
 ) -> torch.Tensor:
     """[bs, queries, heads, value dim] float32.
 
-    A query that sees nothing yields zeros. A NaN or an infinity in a key or value reaches exactly
-    the queries that see it.
+    A query that sees nothing yields zeros. A key or value with a NaN or an infinity reaches exactly
+    the queries that see it, as NaN.
 
     Args:
         q: [bs, queries, heads, head_dim] float32.
@@ -75,7 +75,7 @@ def attend(
     if not keys.shape[1]:
         return q.new_zeros(*q.shape[:3], values.shape[-1])
     seen = visible_keys(position, keys.shape[1], softmax)
-    broken = ~values.isfinite()
+    broken = ~values.sum(-1, keepdim=True).isfinite()
     spoils = None
     if not is_readable(broken) or bool(broken.any()):
         spoils = broken.float().permute(0, 2, 1, 3)
