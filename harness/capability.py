@@ -19,7 +19,9 @@ class Capability:
         dtypes: accepted query dtypes.
         kv_dtypes: accepted KV cache dtypes.
         max_group_size: most query heads a KV head.
+        mla_dims: accepted (kv_lora_rank, qk_rope_head_dim) (MLA), empty for any.
         max_q_len: most query tokens a request in a decode call.
+        max_window_q_len: the same where a sliding window is on.
         window: whether a sliding window is served.
         sinks: whether attention sinks are served.
         needs_packed_mask: whether q_len > 1 needs an explicit packed causal mask (XQA does).
@@ -38,7 +40,9 @@ class Capability:
     dtypes: frozenset[Dtype]
     kv_dtypes: frozenset[KVDtype]
     max_group_size: int = 64
+    mla_dims: frozenset[tuple[int, int]] = frozenset()
     max_q_len: int = 16
+    max_window_q_len: int = 16
     window: bool = True
     sinks: bool = True
     needs_packed_mask: bool = False
@@ -67,9 +71,12 @@ XQA = Capability(
     page_sizes=frozenset({16, 32, 64, 128}),
     dtypes=HALF,
     kv_dtypes=HALF_KV,
+    max_group_size=32,
+    max_window_q_len=1,
     needs_packed_mask=True,
     compute_capabilities=frozenset({(9, 0), (12, 0), (12, 1)}),
-    source="flashinfer 0.6.12, flashinfer/xqa.py",
+    source="flashinfer 0.6.12, flashinfer/xqa.py; its csrc/xqa/mha.cu stages at most 16 KiB of "
+    "queries (32 heads of 256), and applies no window in a call that has a mask",
 )
 TRTLLM_GEN_MHA = Capability(
     name="trtllm_gen",
@@ -85,8 +92,9 @@ TRTLLM_GEN_MHA = Capability(
 TRTLLM_GEN_MLA = Capability(
     name="trtllm_gen",
     families=frozenset({Family.MLA}),
+    mla_dims=frozenset({(512, 64), (256, 64)}),
     page_sizes=frozenset({32, 64}),
-    dtypes=HALF,
+    dtypes=frozenset({Dtype.BF16}),
     kv_dtypes=HALF_KV,
     window=False,
     sinks=False,
@@ -99,6 +107,7 @@ TRTLLM_GEN_MLA = Capability(
 FLASH_MLA = Capability(
     name="flash_mla",
     families=frozenset({Family.MLA}),
+    mla_dims=frozenset({(512, 64)}),
     page_sizes=frozenset({64}),
     dtypes=HALF,
     kv_dtypes=frozenset({KVDtype.AUTO}),
@@ -116,6 +125,23 @@ CAPABILITIES = {
 }
 
 
+def device_refusal(
+    capability: Capability, compute_capability: tuple[int, int] | None
+) -> str | None:
+    """Why this kernel cannot run on this GPU, or None if it can.
+
+    Args:
+        capability: of the kernel.
+        compute_capability: of the GPU; None where the strict reference stands in for the kernel.
+    """
+    gpus = capability.compute_capabilities
+    if compute_capability is None or not gpus or compute_capability in gpus:
+        return None
+    needed = " or ".join(f"{major}.{minor}" for major, minor in sorted(gpus))
+    present = "{}.{}".format(*compute_capability)
+    return f"{capability.name} needs compute capability {needed}, this device has {present}"
+
+
 def refusal(
     case: Case, capability: Capability, compute_capability: tuple[int, int] | None = None
 ) -> str | None:
@@ -126,42 +152,56 @@ def refusal(
         capability: of the kernel.
         compute_capability: of the GPU; None where the strict reference stands in for the kernel.
     """
-    gpus = capability.compute_capabilities
-    if compute_capability is not None and gpus and compute_capability not in gpus:
-        needed = " or ".join(f"{major}.{minor}" for major, minor in sorted(gpus))
-        present = "{}.{}".format(*compute_capability)
-        return f"{capability.name} needs compute capability {needed}, this device has {present}"
-    q_len = 1 if case.mode in (Mode.EXTEND, Mode.DRAFT_EXTEND) else max(case.q_lens, default=0)
-    checks: tuple[tuple[bool, str, object, object], ...] = (
-        (case.family in capability.families, "family", case.family, capability.families),
-        (
-            case.family is Family.MLA
-            or not capability.head_dims
-            or case.head_dim in capability.head_dims,
-            "head_dim",
-            case.head_dim,
-            capability.head_dims,
-        ),
-        (
-            not capability.page_sizes or case.page_size in capability.page_sizes,
-            "page_size",
-            case.page_size,
-            capability.page_sizes,
-        ),
-        (case.dtype in capability.dtypes, "dtype", case.dtype, capability.dtypes),
-        (case.kv_dtype in capability.kv_dtypes, "kv_dtype", case.kv_dtype, capability.kv_dtypes),
-        (
-            case.group_size <= capability.max_group_size,
-            "group_size",
-            case.group_size,
-            f"<= {capability.max_group_size}",
-        ),
-        (q_len <= capability.max_q_len, "q_len", q_len, f"<= {capability.max_q_len}"),
-        (case.window_left < 0 or capability.window, "window_left", case.window_left, "-1"),
-        (not case.sinks or capability.sinks, "sinks", case.sinks, "False"),
-    )
-    for accepted, field, value, allowed in checks:
+    limits = {Family.MHA: _mha_limits, Family.MLA: _mla_limits}[case.family](case, capability)
+    for accepted, field, value, allowed in _limits(case, capability) + limits:
         if not accepted:
             shown = sorted(map(str, allowed)) if isinstance(allowed, frozenset) else allowed
             return f"{capability.name} refuses {field} {value}: accepts {shown}"
-    return None
+    return device_refusal(capability, compute_capability)
+
+
+Limit = tuple[bool, str, object, object]
+
+
+def _limits(case: Case, capability: Capability) -> tuple[Limit, ...]:
+    pages, group, q_len = capability.page_sizes, case.group_size, _decode_q_len(case)
+    return (
+        (case.family in capability.families, "family", case.family, capability.families),
+        (not pages or case.page_size in pages, "page_size", case.page_size, pages),
+        (case.dtype in capability.dtypes, "dtype", case.dtype, capability.dtypes),
+        (case.kv_dtype in capability.kv_dtypes, "kv_dtype", case.kv_dtype, capability.kv_dtypes),
+        (
+            group <= capability.max_group_size,
+            "group_size",
+            group,
+            f"<= {capability.max_group_size}",
+        ),
+        (q_len <= capability.max_q_len, "q_len", q_len, f"<= {capability.max_q_len}"),
+    )
+
+
+def _mha_limits(case: Case, capability: Capability) -> tuple[Limit, ...]:
+    dims, windowed, q_len = capability.head_dims, case.window_left >= 0, _decode_q_len(case)
+    longest = capability.max_window_q_len
+    return (
+        (not dims or case.head_dim in dims, "head_dim", case.head_dim, dims),
+        (not windowed or capability.window, "window_left", case.window_left, "-1"),
+        (
+            not windowed or q_len <= longest,
+            "window_left",
+            case.window_left,
+            f"-1 where a request has more than {longest} query tokens",
+        ),
+        (not case.sinks or capability.sinks, "sinks", case.sinks, "False"),
+    )
+
+
+def _mla_limits(case: Case, capability: Capability) -> tuple[Limit, ...]:
+    dims, own = capability.mla_dims, (case.kv_lora_rank, case.qk_rope_head_dim)
+    return ((not dims or own in dims, "kv_lora_rank, qk_rope_head_dim", own, dims),)
+
+
+def _decode_q_len(case: Case) -> int:
+    """Query tokens a request in one decode call; 1 where queries are ragged or steps follow."""
+    uniform = case.mode in (Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2)
+    return max(case.q_lens, default=1) if uniform else 1

@@ -81,6 +81,15 @@ def _dtypes(capability: Capability, query: torch.dtype, cache: torch.dtype) -> I
         yield cache == query, "k_cache.dtype", cache, f"{query}, the query's, or {FP8}"
 
 
+def latent(capability: Capability, kv_cache: torch.Tensor, kv_lora_rank: int) -> Iterator[Check]:
+    """Rules of the latent cache's columns."""
+    columns, dims = kv_cache.shape[-1], capability.mla_dims
+    yield 1 <= kv_lora_rank <= columns, "kv_lora_rank", kv_lora_rank, f"1 … {columns}, the cache's"
+    parts = (kv_lora_rank, columns - kv_lora_rank)
+    accepted = f"{sorted(dims)} on {capability.name}"
+    yield not dims or parts in dims, "kv_lora_rank, qk_rope_head_dim", parts, accepted
+
+
 def tables(
     capability: Capability, cache: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor
 ) -> Iterator[Check]:
@@ -146,12 +155,18 @@ def output(capability: Capability, out_dtype: torch.dtype) -> Iterator[Check]:
 
 
 def window_and_sinks(
-    capability: Capability, q: torch.Tensor, window_left: int, sinks: torch.Tensor | None
+    capability: Capability,
+    q: torch.Tensor,
+    window_left: int,
+    sinks: torch.Tensor | None,
+    q_len: int = 1,
 ) -> Iterator[Check]:
-    """Rules of the sliding window and the attention sinks."""
-    name = capability.name
+    """Rules of the sliding window and the attention sinks; ``q_len`` is of a decode call."""
+    name, longest = capability.name, capability.max_window_q_len
     yield window_left >= -1, "window_left", window_left, "-1 for none, or 0 and more"
     yield window_left < 0 or capability.window, "window_left", window_left, f"-1 on {name}"
+    accepted = f"-1 on {name} where q_len_per_req > {longest}"
+    yield window_left < 0 or q_len <= longest, "window_left", window_left, accepted
     if sinks is not None:
         heads = (q.shape[1],)
         yield capability.sinks, "sinks", tuple(sinks.shape), f"None on {name}"

@@ -2,150 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import chain
-from typing import TypedDict, Unpack
-
-import torch
-
 from harness.capability import Capability
-from harness.case import Family
 from harness.providers import ops
-from harness.providers import strictness as strict
+from harness.providers.checked import CheckedProvider
+
+KERNELS = {
+    "decode": ops.paged_decode,
+    "context": ops.paged_context,
+    "mla_decode": ops.mla_decode,
+    "mla_context": ops.mla_context,
+}
 
 
-class Paging(TypedDict):
-    """What every entry takes; shapes in ``providers.base``."""
-
-    block_tables: torch.Tensor
-    seq_lens: torch.Tensor
-    bmm1_scale: float
-    bmm2_scale: float
-    out_dtype: torch.dtype
-
-
-class Uniform(Paging):
-    """What decode entries take besides."""
-
-    q_len_per_req: int
-    max_seq_len: int
-
-
-class Ragged(Paging):
-    """What context entries take besides."""
-
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
-    max_q_len: int
-    max_kv_len: int
-
-
-class TorchPaged:
+class TorchPaged(CheckedProvider):
     """A ``Provider`` in plain PyTorch: float32 inside, rounded once to the output dtype.
 
-    Everything is refused before launch that ``capability`` refuses, and every index tensor is
-    checked at each launch, also at each replay of a recorded one.
-
-    Attributes:
-        calls: entries called, in order: "decode", "context", "mla_decode" or "mla_context". A call
-            that is being recorded appears once, its replays do not.
+    Beside what every provider refuses before launch, every index tensor is checked at each launch,
+    also at each replay of a recorded one.
     """
 
     def __init__(self, capability: Capability) -> None:
-        self._capability = capability
-        self.calls: list[str] = []
-
-    @property
-    def capability(self) -> Capability:
-        """What this kernel accepts."""
-        return self._capability
-
-    def decode(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        *,
-        window_left: int = -1,
-        sinks: torch.Tensor | None = None,
-        packed_mask: torch.Tensor | None = None,
-        **call: Unpack[Uniform],
-    ) -> torch.Tensor:
-        """MHA: q_len_per_req queries a request; see ``Provider.decode``."""
-        caches, tables, q_len = (k_cache, v_cache), call["block_tables"], call["q_len_per_req"]
-        checks = chain(
-            strict.uniform(self.capability, q, tables, q_len),
-            strict.packed_mask(self.capability, packed_mask, tables, q_len),
-            strict.window_and_sinks(self.capability, q, window_left, sinks),
-        )
-        self._launch("decode", Family.MHA, q, caches, call, checks)
-        options = {"window_left": window_left, "sinks": sinks, "packed_mask": packed_mask}
-        return ops.paged_decode(q, *caches, **options, **call)
-
-    def context(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        *,
-        batch_size: int,
-        window_left: int = -1,
-        sinks: torch.Tensor | None = None,
-        **call: Unpack[Ragged],
-    ) -> torch.Tensor:
-        """MHA: ragged queries; see ``Provider.context``."""
-        caches = (k_cache, v_cache)
-        cut = (call["cu_seqlens_q"], call["cu_seqlens_k"])
-        checks = chain(
-            strict.ragged(call["block_tables"], batch_size, *cut),
-            strict.window_and_sinks(self.capability, q, window_left, sinks),
-        )
-        self._launch("context", Family.MHA, q, caches, call, checks)
-        return ops.paged_context(q, *caches, window_left=window_left, sinks=sinks, **call)
-
-    def mla_decode(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        *,
-        kv_lora_rank: int,
-        **call: Unpack[Uniform],
-    ) -> torch.Tensor:
-        """Absorbed MLA: q_len_per_req queries a request; see ``Provider.mla_decode``."""
-        tables, q_len = call["block_tables"], call["q_len_per_req"]
-        checks = strict.uniform(self.capability, q, tables, q_len)
-        self._launch("mla_decode", Family.MLA, q, (kv_cache,), call, checks)
-        return ops.mla_decode(q, kv_cache, kv_lora_rank, **call)
-
-    def mla_context(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        *,
-        kv_lora_rank: int,
-        batch_size: int,
-        **call: Unpack[Ragged],
-    ) -> torch.Tensor:
-        """Absorbed MLA: ragged queries; see ``Provider.mla_context``."""
-        cut = (call["cu_seqlens_q"], call["cu_seqlens_k"])
-        checks = strict.ragged(call["block_tables"], batch_size, *cut)
-        self._launch("mla_context", Family.MLA, q, (kv_cache,), call, checks)
-        return ops.mla_context(q, kv_cache, kv_lora_rank, **call)
-
-    def _launch(
-        self,
-        entry: str,
-        family: Family,
-        q: torch.Tensor,
-        caches: tuple[torch.Tensor, ...],
-        call: Paging,
-        checks: Iterable[strict.Check],
-    ) -> None:
-        capability = self.capability
-        common = chain(
-            strict.query_and_cache(capability, family, q, caches),
-            strict.tables(capability, caches[0], call["block_tables"], call["seq_lens"]),
-            strict.output(capability, call["out_dtype"]),
-        )
-        strict.refuse_unless(f"{capability.name} {entry}", chain(common, checks))
-        self.calls.append(entry)
+        super().__init__(capability, KERNELS)

@@ -58,9 +58,9 @@ def context_call() -> Call:
 def mla_call() -> Call:
     """Two requests on pages of 64, whose table is two pages wide as trtllm-gen wants it."""
     return {
-        "q": torch.zeros(4, 8, 80, dtype=torch.bfloat16),
-        "kv_cache": torch.zeros(6, 64, 80, dtype=torch.bfloat16),
-        "kv_lora_rank": 64,
+        "q": torch.zeros(4, 8, 576, dtype=torch.bfloat16),
+        "kv_cache": torch.zeros(6, 64, 576, dtype=torch.bfloat16),
+        "kv_lora_rank": 512,
         "block_tables": int32([3, 1], [5, 0]),
         "seq_lens": int32(70, 5),
         "q_len_per_req": 2,
@@ -136,7 +136,8 @@ DECODE_ROWS: tuple[tuple[Capability, Callable[[Call], Call], str], ...] = (
     (XQA, other("q", cut=(T, T, slice(0, 32))), r"q.stride"),
     (REFERENCE, given(q=torch.zeros(4, 8, 32, dtype=torch.bfloat16)), r"q.head_dim = 32 .* 64"),
     (REFERENCE, given(q=torch.zeros(4, 7, 64, dtype=torch.bfloat16)), r"q.heads = 7"),
-    (XQA, many_heads, r"group_size = 65 .* <= 64 on xqa"),
+    (XQA, many_heads, r"group_size = 65 .* <= 32 on xqa"),
+    (XQA, given(window_left=8), r"window_left = 8 .* -1 on xqa where q_len_per_req > 1"),
     (XQA, given(q_len_per_req=0), r"q_len_per_req = 0 .* 1 … 16"),
     (XQA, given(q_len_per_req=17), r"q_len_per_req = 17 .* 1 … 16"),
     (XQA, given(packed_mask=None), r"packed_mask = None .* q_len_per_req = 2"),
@@ -190,10 +191,12 @@ MLA_ROWS: tuple[tuple[Capability, Callable[[Call], Call], str], ...] = (
     (TRTLLM_GEN_MLA, given(block_tables=int32([3], [5])), r"width = 1 .* a multiple of 2"),
     (TRTLLM_GEN_MLA, given(block_tables=int32([3, 1, 0], [5, 0, 0])), r"a multiple of 2"),
     (FLASH_MLA, lambda c: {"kv_cache": c["kv_cache"].to(FP8)}, r"k_cache.dtype"),
-    (FLASH_MLA, given(kv_cache=torch.zeros(6, 32, 80).bfloat16()), r"page_size = 32"),
-    (FLASH_MLA, given(kv_cache=torch.zeros(6, 64, 1, 80).bfloat16()), r"cache.dim = 4"),
-    (FLASH_MLA, given(q=torch.zeros(4, 129, 80).bfloat16()), r"group_size = 129"),
+    (FLASH_MLA, given(kv_cache=torch.zeros(6, 32, 576).bfloat16()), r"page_size = 32"),
+    (FLASH_MLA, given(kv_cache=torch.zeros(6, 64, 1, 576).bfloat16()), r"cache.dim = 4"),
+    (FLASH_MLA, given(q=torch.zeros(4, 129, 576).bfloat16()), r"group_size = 129"),
     (FLASH_MLA, given(seq_lens=int32(70, 0)), r"at least the queries"),
+    (FLASH_MLA, given(kv_lora_rank=256), r"kv_lora_rank, .* = \(256, 320\) .* \[\(512, 64\)\]"),
+    (REFERENCE, given(kv_lora_rank=577), r"kv_lora_rank = 577 .* 1 … 576"),
 )
 
 
