@@ -111,7 +111,7 @@ class CheckedProvider:
             strict.window_and_sinks(self.capability, q, window_left, sinks),
         )
         self._check("context", Family.MHA, q, caches, call, checks)
-        if not (q.shape[0] and batch_size):
+        if not (q.shape[0] and batch_size and call["max_q_len"]):
             return _nothing(q, v_cache.shape[-1], call)
         options = {"window_left": window_left, "sinks": sinks}
         return self._kernels["context"](q, k_cache, v_cache, **options, **call)
@@ -151,7 +151,7 @@ class CheckedProvider:
             strict.ragged(call["block_tables"], batch_size, *cut),
         )
         self._check("mla_context", Family.MLA, q, (kv_cache,), call, checks)
-        if not (q.shape[0] and batch_size):
+        if not (q.shape[0] and batch_size and call["max_q_len"]):
             return _nothing(q, kv_lora_rank, call)
         return self._kernels["mla_context"](q, kv_cache, kv_lora_rank, **call)
 
@@ -177,3 +177,8 @@ class CheckedProvider:
 def _nothing(q: torch.Tensor, value_dim: int, call: Paging) -> torch.Tensor:
     """Zeros [T, heads, value_dim] for a call with no query row or no request."""
     return q.new_zeros(q.shape[0], q.shape[1], value_dim, dtype=call["out_dtype"])
+
+
+def finished(out: torch.Tensor, bmm2_scale: float, out_dtype: torch.dtype) -> torch.Tensor:
+    """What a kernel that knows neither the output's scale nor its dtype still lacks."""
+    return (out if bmm2_scale == 1 else out * bmm2_scale).to(out_dtype)

@@ -39,6 +39,11 @@ class Workspace:
     buffer: torch.Tensor
     semaphores: torch.Tensor
 
+    @property
+    def scratch(self) -> torch.Tensor:
+        """[bytes] uint8 behind the semaphores, for a kernel that has none."""
+        return self.buffer[self.semaphores.numel() :]
+
 
 _SHARED: dict[tuple[str, torch.device], Workspace] = {}
 
