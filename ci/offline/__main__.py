@@ -1,0 +1,66 @@
+"""``python3 -m ci.offline build OUT`` here, ``ci/offline/run OUT`` on the machine without a network.
+
+Needs Python alone, and for building also pip and a package index.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from ci.offline.build import build
+from ci.offline.run import run
+from harness.errors import UsageError, rejected
+
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def size(text: str) -> int:
+    """Bytes of "38M".
+
+    Raises:
+        argparse.ArgumentTypeError: it is no whole number of K, M or G.
+    """
+    number, unit = text[:-1], text[-1:]
+    if unit not in UNITS or not number.isdecimal() or not int(number):
+        raise argparse.ArgumentTypeError(rejected("--size", text, "a number and K, M or G"))
+    return int(number) * UNITS[unit]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line: one subcommand a machine."""
+    made = argparse.ArgumentParser(prog="python3 -m ci.offline", description=__doc__)
+    verbs = made.add_subparsers(dest="verb", required=True, metavar="build | run")
+    builds = verbs.add_parser("build", help="download, strip and pack what the machine lacks")
+    builds.add_argument("out", type=Path, metavar="OUT", help="holds part-0/, part-1/, … afterwards")
+    builds.add_argument("--size", type=size, default="38M", help="of one part at most (38M)")
+    builds.add_argument("--with-sglang", action="store_true", help="add sglang and its server")
+    runs = verbs.add_parser("run", help="unpack a bundle once and run the gpu lane on it")
+    runs.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder that build wrote")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    """Exit code: the lane's, or 2 for what cannot be built or run.
+
+    Args:
+        argv: the verb and its arguments; what ``run`` does not know goes to pytest.
+    """
+    commands = parser()
+    options, rest = commands.parse_known_args(argv)
+    try:
+        if options.verb == "run":
+            return run(options.bundle, rest)
+        if rest:
+            commands.error(f"unrecognized arguments: {' '.join(rest)}")
+        for part in build(options.out, options.size, with_sglang=options.with_sglang):
+            print(f"{part.stat().st_size:>10,} {part}")
+    except UsageError as error:
+        print(f"offline: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,98 @@
+"""Run the gpu lane on a bundle: unpack it once, check the machine, start the lane's command."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from ci.offline.build import specification
+from harness.errors import UsageError, rejected
+
+ROOT = Path(__file__).resolve().parents[2]
+LANE = ("-m", "harness", "gpu", "--report", "report")
+CACHE, JIT = "SPECGATE_CACHE", "FLASHINFER_WORKSPACE_BASE"
+
+
+def run(bundle: Path, args: list[str]) -> int:
+    """Exit code of the gpu lane, run by this Python with the bundle's packages.
+
+    Args:
+        bundle: folder of ``part-*/``.
+        args: handed to pytest.
+
+    Raises:
+        UsageError: the bundle is incomplete or damaged, or the machine is not the one it is for.
+    """
+    check_machine(specification()["machine"])
+    cache = Path(os.environ.get(CACHE) or Path.home() / ".cache" / "specgate").absolute()
+    site = unpack(bundle, cache)
+    paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+    changes = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    environment = {JIT: str(cache / "jit")} | os.environ | changes
+    Path(environment[JIT]).mkdir(parents=True, exist_ok=True)
+    return subprocess.run([sys.executable, *LANE, *args], cwd=ROOT, env=environment).returncode
+
+
+def check_machine(machine: dict[str, Any]) -> None:
+    """Whether compiled packages of the bundle can be loaded here.
+
+    Raises:
+        UsageError: Python or torch is of another version.
+    """
+    python = "{}.{}".format(*sys.version_info)
+    if python != machine["python"]:
+        raise UsageError(rejected("python", python, machine["python"]))
+    try:
+        torch = version("torch").partition("+")[0]
+    except PackageNotFoundError:
+        torch = "none"
+    if torch != machine["torch"]:
+        raise UsageError(rejected("torch", torch, machine["torch"]))
+
+
+def unpack(bundle: Path, cache: Path) -> Path:
+    """Folder of the bundle's packages under ``cache``, unpacked at the first call.
+
+    Raises:
+        UsageError: a part is missing or damaged, or parts of several bundles are mixed.
+    """
+    digest, parts = parts_of(bundle)
+    site = cache / digest[:16]
+    if site.is_dir():
+        return site
+    packed = b"".join(part.read_bytes() for part in parts)
+    if hashlib.sha256(packed).hexdigest() != digest:
+        raise UsageError(rejected("bundle", str(bundle), "parts as they were built: carry it again"))
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        unfinished = Path(folder, "site")
+        with tarfile.open(fileobj=BytesIO(packed), mode="r:xz") as tar:
+            tar.extractall(unfinished, filter="data")
+        unfinished.rename(site)
+    return site
+
+
+def parts_of(bundle: Path) -> tuple[str, list[Path]]:
+    """The digest of the whole and its parts in order.
+
+    Raises:
+        UsageError: there is no bundle, a part is missing, or there are parts of several.
+    """
+    found = {path.name: path for path in bundle.glob("part-*/*-of-*")}
+    wholes = {(name.partition(".")[0], name.rpartition("-")[2]) for name in found}
+    if len(wholes) != 1:
+        wrong = f"a folder of one bundle, it has {len(wholes)}"
+        raise UsageError(rejected("bundle", str(bundle), wrong))
+    [(digest, count)] = wholes
+    names = [f"{digest}.{number}-of-{count}" for number in range(int(count))]
+    if missing := [name for name in names if name not in found]:
+        raise UsageError(rejected("bundle", str(bundle), f"all parts, {missing[0]} among them"))
+    return digest, [found[name] for name in names]
