@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -110,7 +111,7 @@ def make_world(*cases: Case) -> World:
     first = cases[0]
     rng = random.Random(first.seed)
     generator = torch.Generator().manual_seed(first.seed)
-    weights = _weights(first, generator)
+    weights = _weights(first)
     wanted = [_pages_wanted(case) for case in cases]
     unused = 3
     num_pages = 1 + sum(map(sum, wanted)) + unused
@@ -211,7 +212,10 @@ def _rounded(x: torch.Tensor, case: Case) -> torch.Tensor:
     return x.to(getattr(torch, case.dtype)).float()
 
 
-def _weights(case: Case, generator: torch.Generator) -> ProbeWeights:
+# Every trial of a row has the same weights, and trials of a row follow each other.
+@lru_cache(maxsize=1)
+def _weights(case: Case) -> ProbeWeights:
+    generator = torch.Generator().manual_seed(case.seed + 1)
     layers, heads = case.num_layers, case.num_q_heads
     mla = case.family is Family.MLA
     kv_heads, dim = (1, case.kv_lora_rank) if mla else (case.num_kv_heads, case.head_dim)

@@ -72,6 +72,11 @@ class Subject:
     modes: frozenset[Mode] = ALL_MODES
 
     @property
+    def is_peer(self) -> bool:
+        """Whether it stands for one optimization undone, in the modes where that shows."""
+        return self.modes != ALL_MODES
+
+    @property
     def capability(self) -> Capability:
         """What the subject's kernel accepts."""
         return CAPABILITIES[self.family, self.kernel]
