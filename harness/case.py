@@ -109,8 +109,8 @@ class Case:
     num_q_heads: int = 8
     num_kv_heads: int = 2
     head_dim: int = 64
-    kv_lora_rank: int = 64
-    qk_rope_head_dim: int = 16
+    kv_lora_rank: int = 512
+    qk_rope_head_dim: int = 64
     dtype: Dtype = Dtype.BF16
     kv_dtype: KVDtype = KVDtype.AUTO
     k_scale: float = 1.0

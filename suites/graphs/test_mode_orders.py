@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -12,25 +13,29 @@ from harness.case import Case, Mode
 from harness.subject import SUBJECTS
 
 LENS, ACCEPT_LENS = (33, 64, 95), (1, 4, 2)
+# XQA has no window with several queries; trtllm-gen has no packed mask.
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "trtllm_mha/xqa": {},
+    "trtllm_mha/trtllm_gen": {"window_left": 40},
+    "trtllm_mla/trtllm_gen": {"num_q_heads": 2, "num_kv_heads": 1},
+}
 
 
 @cache
 def all_modes(name: str) -> AllModes:
-    family = SUBJECTS[name].family
     base = Case(
         id=f"orders-{name}",
-        family=family,
+        family=SUBJECTS[name].family,
         mode=Mode.DECODE,
         prefix_lens=LENS,
         page_size=32,
-        num_kv_heads=1 if family == "mla" else 2,
-        window_left=40 if family == "mha" else -1,
         capture_bs=(2, 4),
+        **GEOMETRIES[name],
     )
     return AllModes(SUBJECTS[name], cases_of(LENS, ACCEPT_LENS, base))
 
 
-@pytest.mark.parametrize("name", ["trtllm_mha/xqa", "trtllm_mla/trtllm_gen"])
+@pytest.mark.parametrize("name", GEOMETRIES)
 @pytest.mark.parametrize(
     ("first", "second"),
     [pytest.param(a, b, id="-then-".join(map("_".join, (a, b)))) for a, b in product(STEPS, STEPS)],

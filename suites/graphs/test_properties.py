@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from fixtures.mode_orders import STEPS, AllModes, Step, cases_of, row
 from fixtures.tables import find
 from harness.case import Case, Family, KVDtype, Layout, Mode
-from harness.subject import SUBJECTS
+from harness.subject import SUBJECTS, Subject
 
 WIDTH = 5
 
 
 @st.composite
-def rounds(draw: st.DrawFn, family: Family) -> tuple[list[Case], list[Step]]:
+def rounds(draw: st.DrawFn, subject: Subject) -> tuple[list[Case], list[Step]]:
+    family = subject.family
     lens = draw(st.lists(st.integers(0, 150), min_size=1, max_size=5))
     accept = draw(st.lists(st.integers(1, WIDTH), min_size=len(lens), max_size=len(lens)))
     fields: dict[str, Any] = {
@@ -25,12 +26,15 @@ def rounds(draw: st.DrawFn, family: Family) -> tuple[list[Case], list[Step]]:
         "layout": draw(st.sampled_from(Layout)),
         "num_draft_tokens": WIDTH,
         "num_steps": draw(st.integers(2, 7)),
-        "num_kv_heads": draw(st.sampled_from([1] if family is Family.MLA else [1, 2, 8])),
+        "num_kv_heads": draw(st.sampled_from([1, 2, 8])),
     }
+    if family is Family.MLA:
+        fields |= {"num_q_heads": 2, "num_kv_heads": 1}
     if draw(st.booleans()):
         fields |= {"kv_dtype": KVDtype.FP8, "k_scale": 0.3, "v_scale": 0.7}
     if family is Family.MHA:
-        fields["window_left"] = draw(st.sampled_from([-1, 17, 64]))
+        several_queries = not subject.capability.needs_packed_mask
+        fields["window_left"] = draw(st.sampled_from([-1, 17, 64] if several_queries else [-1]))
         fields["sinks"] = draw(st.booleans())
     base = Case(id="drawn", family=family, mode=Mode.DECODE, prefix_lens=tuple(lens), **fields)
     steps = draw(st.lists(st.sampled_from(STEPS), min_size=2, max_size=4))
@@ -44,7 +48,7 @@ def test_every_step_of_any_order_agrees(name: str) -> None:
     subject = SUBJECTS[name]
 
     @settings(max_examples=15, deadline=None, derandomize=True, database=None)
-    @given(rounds(subject.family))
+    @given(rounds(subject))
     def check(drawn: tuple[list[Case], list[Step]]) -> None:
         cases, steps = drawn
         modes = AllModes(subject, cases)
