@@ -75,8 +75,8 @@ XQA = Capability(
     max_window_q_len=1,
     needs_packed_mask=True,
     compute_capabilities=frozenset({(9, 0), (12, 0), (12, 1)}),
-    source="flashinfer 0.6.12, flashinfer/xqa.py; its csrc/xqa/mha.cu stages at most 16 KiB of "
-    "queries (32 heads of 256), and applies no window in a call that has a mask",
+    source="flashinfer 0.6.12, flashinfer/xqa.py; csrc/xqa/mha.cu holds 32 query heads of 256, and "
+    "has no window for queries in front of the last",
 )
 TRTLLM_GEN_MHA = Capability(
     name="trtllm_gen",
@@ -152,12 +152,15 @@ def refusal(
         capability: of the kernel.
         compute_capability: of the GPU; None where the strict reference stands in for the kernel.
     """
-    limits = {Family.MHA: _mha_limits, Family.MLA: _mla_limits}[case.family](case, capability)
-    for accepted, field, value, allowed in _limits(case, capability) + limits:
+    reason = device_refusal(capability, compute_capability)
+    if reason is not None:
+        return reason
+    of_family = _mha_limits if case.family is Family.MHA else _mla_limits
+    for accepted, field, value, allowed in _limits(case, capability) + of_family(case, capability):
         if not accepted:
             shown = sorted(map(str, allowed)) if isinstance(allowed, frozenset) else allowed
             return f"{capability.name} refuses {field} {value}: accepts {shown}"
-    return device_refusal(capability, compute_capability)
+    return None
 
 
 Limit = tuple[bool, str, object, object]
@@ -165,33 +168,25 @@ Limit = tuple[bool, str, object, object]
 
 def _limits(case: Case, capability: Capability) -> tuple[Limit, ...]:
     pages, group, q_len = capability.page_sizes, case.group_size, _decode_q_len(case)
+    most, longest = capability.max_group_size, capability.max_q_len
     return (
         (case.family in capability.families, "family", case.family, capability.families),
         (not pages or case.page_size in pages, "page_size", case.page_size, pages),
         (case.dtype in capability.dtypes, "dtype", case.dtype, capability.dtypes),
         (case.kv_dtype in capability.kv_dtypes, "kv_dtype", case.kv_dtype, capability.kv_dtypes),
-        (
-            group <= capability.max_group_size,
-            "group_size",
-            group,
-            f"<= {capability.max_group_size}",
-        ),
-        (q_len <= capability.max_q_len, "q_len", q_len, f"<= {capability.max_q_len}"),
+        (group <= most, "group_size", group, f"<= {most}"),
+        (q_len <= longest, "q_len", q_len, f"<= {longest}"),
     )
 
 
 def _mha_limits(case: Case, capability: Capability) -> tuple[Limit, ...]:
     dims, windowed, q_len = capability.head_dims, case.window_left >= 0, _decode_q_len(case)
-    longest = capability.max_window_q_len
+    longest, window = capability.max_window_q_len, case.window_left
+    fits, accepted = q_len <= longest, f"-1 where a request has more than {longest} query tokens"
     return (
         (not dims or case.head_dim in dims, "head_dim", case.head_dim, dims),
-        (not windowed or capability.window, "window_left", case.window_left, "-1"),
-        (
-            not windowed or q_len <= longest,
-            "window_left",
-            case.window_left,
-            f"-1 where a request has more than {longest} query tokens",
-        ),
+        (not windowed or capability.window, "window_left", window, "-1"),
+        (not windowed or fits, "window_left", window, accepted),
         (not case.sinks or capability.sinks, "sinks", case.sinks, "False"),
     )
 

@@ -54,13 +54,14 @@ class CheckedProvider:
             reached.
 
     Attributes:
+        kernels: as given.
         calls: entries called, in order: "decode", "context", "mla_decode" or "mla_context". A call
             that is being recorded appears once, its replays do not.
     """
 
     def __init__(self, capability: Capability, kernels: Mapping[str, Launch]) -> None:
         self._capability = capability
-        self._kernels = kernels
+        self.kernels = kernels
         self.calls: list[str] = []
 
     @property
@@ -90,7 +91,7 @@ class CheckedProvider:
         if not q.shape[0]:
             return _nothing(q, v_cache.shape[-1], call)
         options = {"window_left": window_left, "sinks": sinks, "packed_mask": packed_mask}
-        return self._kernels["decode"](q, k_cache, v_cache, **options, **call)
+        return self.kernels["decode"](q, k_cache, v_cache, **options, **call)
 
     def context(
         self,
@@ -114,7 +115,7 @@ class CheckedProvider:
         if not (q.shape[0] and batch_size and call["max_q_len"]):
             return _nothing(q, v_cache.shape[-1], call)
         options = {"window_left": window_left, "sinks": sinks}
-        return self._kernels["context"](q, k_cache, v_cache, **options, **call)
+        return self.kernels["context"](q, k_cache, v_cache, **options, **call)
 
     def mla_decode(
         self,
@@ -133,7 +134,7 @@ class CheckedProvider:
         self._check("mla_decode", Family.MLA, q, (kv_cache,), call, checks)
         if not q.shape[0]:
             return _nothing(q, kv_lora_rank, call)
-        return self._kernels["mla_decode"](q, kv_cache, kv_lora_rank, **call)
+        return self.kernels["mla_decode"](q, kv_cache, kv_lora_rank, **call)
 
     def mla_context(
         self,
@@ -153,7 +154,7 @@ class CheckedProvider:
         self._check("mla_context", Family.MLA, q, (kv_cache,), call, checks)
         if not (q.shape[0] and batch_size and call["max_q_len"]):
             return _nothing(q, kv_lora_rank, call)
-        return self._kernels["mla_context"](q, kv_cache, kv_lora_rank, **call)
+        return self.kernels["mla_context"](q, kv_cache, kv_lora_rank, **call)
 
     def _check(
         self,
