@@ -36,14 +36,22 @@ from harness.graphs.draft_extend import DraftExtendRunner, UnoptimizedDraftExten
 from harness.graphs.tape import Tape
 from harness.graphs.target_verify import TargetVerifyRunner
 from harness.providers.base import Provider
+from harness.providers.flash_mla import FlashMLA
+from harness.providers.flashinfer_xqa import FlashInferXQA
 from harness.providers.torch_paged import TorchPaged
+from harness.providers.trtllm_gen import TRTLLMGen
 from harness.stage import FORWARD_MODES, Stage
 from harness.upstream.batch import DraftOutput, ForwardBatch, LogitsProcessorOutput
 
 Forward = Callable[[ForwardBatch], LogitsProcessorOutput | DraftOutput]
 
 # Real kernels; every other one, and every one on a CPU, is the strict reference.
-KERNELS: dict[tuple[Family, str], Callable[[torch.device | str], Provider]] = {}
+KERNELS: dict[tuple[Family, str], Callable[[torch.device | str], Provider]] = {
+    (Family.MHA, "xqa"): FlashInferXQA,
+    (Family.MHA, "trtllm_gen"): partial(TRTLLMGen, Family.MHA),
+    (Family.MLA, "flash_mla"): FlashMLA,
+    (Family.MLA, "trtllm_gen"): partial(TRTLLMGen, Family.MLA),
+}
 
 ALL_MODES = frozenset(Mode)
 GRAPH_MODES = ALL_MODES - {Mode.EXTEND, Mode.IDLE}
