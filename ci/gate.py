@@ -47,10 +47,7 @@ def _census(records: Sequence[Record]) -> Iterator[str]:
         return
     count = census(records)
     if count.missing:
-        yield (
-            f"planned {count.planned} != run {count.run} + refused {count.refused} "
-            f"+ waived {count.waived}"
-        )
+        yield str(count)
 
 
 def _name(record: Record) -> str:
@@ -74,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     found = problems(records)
     for line in found:
         print(f"gate: {line}")
-    print(f"gate: {'red' if found else 'green'}, {len(records)} records, {len(found)} problems")
+    print(f"gate: {'red' if found else 'green'}, {len(found)} problems, {census(records)}")
     return 1 if found else 0
 
 

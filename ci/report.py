@@ -151,10 +151,8 @@ def table(records: Sequence[Record]) -> Table:
 def show(records: Sequence[Record], console: Console) -> None:
     """Print the table, the census and the rate."""
     console.print(table(records))
-    count = summary.census(records)
     console.print(
-        f"planned {count.planned} = run {count.run} + refused {count.refused} "
-        f"+ waived {count.waived}; {summary.rate(records):.1f} differential cases/s per worker",
+        f"{summary.census(records)}; {summary.rate(records):.1f} differential cases/s per worker",
         highlight=False,
         soft_wrap=True,
     )

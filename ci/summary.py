@@ -76,6 +76,11 @@ class Census:
         """Trials that were planned and left no record; negative if more came than planned."""
         return self.planned - self.run - self.refused - self.waived
 
+    def __str__(self) -> str:
+        sign = "!=" if self.missing else "="
+        parts = f"run {self.run} + refused {self.refused} + waived {self.waived}"
+        return f"planned {self.planned} {sign} {parts}"
+
 
 def census(records: Sequence[Record]) -> Census:
     """Counts of one run; ``planned`` is what its records say, 0 where they disagree."""

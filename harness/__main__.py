@@ -1,4 +1,4 @@
-"""``specgate run | golden | report``: short names for what pytest and the gates do.
+"""``specgate run | gpu | golden | report``: short names for what pytest and the gates do.
 
 Nothing is imported from them: the harness knows neither, it starts them as a user would.
 """
@@ -17,10 +17,15 @@ DIFFERENTIAL = (
     "suites/speculative",
     "suites/graphs/test_effect_budgets.py",
 )
+EVERYTHING = ("suites", "--ignore=suites/latency")
+CUDA = ("--device", "cuda")
+LATENCY = ("suites/latency", "-n0")
+"""Times are taken by one process, which shares the GPU with no other."""
 GOLDENS = ("suites/differential/test_goldens.py", "suites/speculative/test_golden_prompts.py")
 GOLDEN_MODES = ("verify", "add", "rewrite")
 LEFT_RECORDS = (0, 1, 2)
 """Exit codes of a pytest that ran tests: passed, failed, interrupted."""
+INTERRUPTED = 2
 
 
 def start(module: str, *args: str) -> int:
@@ -35,7 +40,7 @@ def start(module: str, *args: str) -> int:
 
 
 def run(report: Path, args: Sequence[str]) -> int:
-    """Run every case, then report and gate what was recorded, even if the run was cut short.
+    """Run every case on this machine's devices, then report and gate, even if cut short.
 
     Args:
         report: folder of ``records.jsonl`` and ``index.html``.
@@ -45,22 +50,49 @@ def run(report: Path, args: Sequence[str]) -> int:
         The first exit code that is not zero: pytest's, the report's, the gate's.
     """
     folder = report.absolute()
-    parallel = ("-n", "auto", "--maxprocesses", "8")
-    where = ("--device", "auto", "--report", str(folder))
-    codes = [start("pytest", *DIFFERENTIAL, *parallel, *where, *args)]
-    if codes[0] in LEFT_RECORDS:
-        records = str(folder / "records.jsonl")
-        codes.append(start("ci.report", records, "--out", str(folder / "index.html")))
-        codes.append(start("ci.gate", records))
-    return next(filter(None, codes), 0)
+    where = ("-n", "auto", "--maxprocesses", "8", "--device", "auto", "--report", str(folder))
+    code = start("pytest", *DIFFERENTIAL, *where, *args)
+    return next(filter(None, [code, *_judge(folder, code)]), 0)
+
+
+def gpu(report: Path, workers: int, args: Sequence[str]) -> int:
+    """Run every suite that takes a device on CUDA, report and gate; latencies without ``args``.
+
+    Args:
+        report: as in ``run``.
+        workers: that share a GPU.
+        args: handed to pytest; paths of suites run instead of all.
+
+    Returns:
+        The first exit code that is not zero: pytest's, the report's, the gate's.
+    """
+    folder = report.absolute()
+    suites = () if any(word.startswith("suites") for word in args) else EVERYTHING
+    where = ("-n", "auto", "--maxprocesses", "64", "--workers-per-gpu", str(workers))
+    code = start("pytest", *suites, *CUDA, *where, "--report", str(folder), *args)
+    timed = not args and code in LEFT_RECORDS and code != INTERRUPTED
+    codes = [code, start("pytest", *LATENCY, *CUDA) if timed else 0]
+    return next(filter(None, [*codes, *_judge(folder, code)]), 0)
+
+
+def _judge(folder: Path, code: int) -> list[int]:
+    """Exit codes of the report and the gate, none where pytest's tells that nothing ran."""
+    if code not in LEFT_RECORDS:
+        return []
+    records = str(folder / "records.jsonl")
+    page = ("--out", str(folder / "index.html"))
+    return [start("ci.report", records, *page), start("ci.gate", records)]
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line: one subcommand a verb; what they do not know goes to pytest."""
     made = argparse.ArgumentParser(prog="specgate", description=__doc__)
-    verbs = made.add_subparsers(dest="verb", required=True, metavar="run | golden | report")
+    verbs = made.add_subparsers(dest="verb", required=True, metavar="run | gpu | golden | report")
     runs = verbs.add_parser("run", help="run every case on this machine, report and gate")
     runs.add_argument("--report", type=Path, default=Path("report"), metavar="DIR")
+    gpus = verbs.add_parser("gpu", help="run every suite that takes a device on real kernels")
+    gpus.add_argument("--report", type=Path, default=Path("report"), metavar="DIR")
+    gpus.add_argument("--workers-per-gpu", type=int, default=1, metavar="K")
     goldens = verbs.add_parser("golden", help="verify, add or rewrite the recorded answers")
     goldens.add_argument("mode", choices=GOLDEN_MODES)
     reports = verbs.add_parser("report", help="print records, write their page")
@@ -79,6 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, args = commands.parse_known_args(argv)
     if options.verb == "run":
         return run(options.report, args)
+    if options.verb == "gpu":
+        return gpu(options.report, options.workers_per_gpu, args)
     if options.verb == "golden":
         return start("pytest", *GOLDENS, "-n0", f"--golden={options.mode}", *args)
     if args:

@@ -1,6 +1,6 @@
-"""``python3 -m ci.offline build OUT`` here, ``ci/offline/run OUT`` on the machine without a network.
+"""``python3 -m ci.offline build OUT`` here, ``ci/offline/run OUT`` where there is no network.
 
-Needs Python alone, and for building also pip and a package index.
+Needs Python alone; for building also pip and a package index.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python3 -m ci.offline", description=__doc__)
     verbs = made.add_subparsers(dest="verb", required=True, metavar="build | run")
     builds = verbs.add_parser("build", help="download, strip and pack what the machine lacks")
-    builds.add_argument("out", type=Path, metavar="OUT", help="holds part-0/, part-1/, … afterwards")
+    builds.add_argument(
+        "out", type=Path, metavar="OUT", help="holds part-0/, part-1/, … afterwards"
+    )
     builds.add_argument("--size", type=size, default="38M", help="of one part at most (38M)")
     builds.add_argument("--with-sglang", action="store_true", help="add sglang and its server")
     runs = verbs.add_parser("run", help="unpack a bundle once and run the gpu lane on it")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import configparser
 import hashlib
 import os
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -17,7 +19,6 @@ from ci.offline.build import specification
 from harness.errors import UsageError, rejected
 
 ROOT = Path(__file__).resolve().parents[2]
-LANE = ("-m", "harness", "gpu", "--report", "report")
 CACHE, JIT = "SPECGATE_CACHE", "FLASHINFER_WORKSPACE_BASE"
 
 
@@ -38,7 +39,17 @@ def run(bundle: Path, args: list[str]) -> int:
     changes = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     environment = {JIT: str(cache / "jit")} | os.environ | changes
     Path(environment[JIT]).mkdir(parents=True, exist_ok=True)
-    return subprocess.run([sys.executable, *LANE, *args], cwd=ROOT, env=environment).returncode
+    return subprocess.run(lane(args), cwd=ROOT, env=environment, check=False).returncode
+
+
+def lane(args: list[str]) -> list[str]:
+    """The command of tox's gpu environment, run by this Python."""
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(ROOT / "tox.ini")
+    python, *words = shlex.split(tox["testenv:gpu"]["commands"])
+    if python != "python" or words.pop() != "{posargs}":
+        raise UsageError("tox.ini: the gpu lane is no longer python … {posargs}")
+    return [sys.executable, *words, *args]
 
 
 def check_machine(machine: dict[str, Any]) -> None:
@@ -70,7 +81,9 @@ def unpack(bundle: Path, cache: Path) -> Path:
         return site
     packed = b"".join(part.read_bytes() for part in parts)
     if hashlib.sha256(packed).hexdigest() != digest:
-        raise UsageError(rejected("bundle", str(bundle), "parts as they were built: carry it again"))
+        raise UsageError(
+            rejected("bundle", str(bundle), "parts as they were built: carry it again")
+        )
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         unfinished = Path(folder, "site")

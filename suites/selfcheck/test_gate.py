@@ -112,9 +112,9 @@ def test_error_at_the_allowance_passes() -> None:
 
 
 COMMANDS = [
-    ("green", PAIR, 0, "gate: green, 2 records, 0 problems"),
-    ("red", PAIR[:1], 1, "gate: red, 1 records, 1 problems"),
-    ("empty", [], 1, "gate: red, 0 records, 1 problems"),
+    ("green", PAIR, 0, "gate: green, 0 problems, planned 2 = run 2 + refused 0 + waived 0"),
+    ("red", PAIR[:1], 1, "gate: red, 1 problems, planned 2 != run 1 + refused 0 + waived 0"),
+    ("empty", [], 1, "gate: red, 1 problems, planned 0 = run 0 + refused 0 + waived 0"),
 ]
 
 
