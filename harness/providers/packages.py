@@ -27,7 +27,7 @@ def load(module: str, kernel: str) -> Any:
     """
     try:
         return import_module(module)
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         wanted = WANTED[module.partition(".")[0]]
         reason = str(error).strip().partition("\n")[0]
         raise UsageError(

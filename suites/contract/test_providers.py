@@ -1,0 +1,146 @@
+"""Every provider answers as the reference kernel does, whatever way its package wants to be asked."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from fixtures.fake_kernels import MODULES
+from harness.capability import REFERENCE
+from harness.case import Dtype, Family, KVDtype
+from harness.limits.calls import Shape, draw
+from harness.providers import flash_mla, flashinfer_xqa, trtllm_gen, workspace
+from harness.providers.checked import CheckedProvider
+from harness.providers.flash_mla import FlashMLA
+from harness.providers.flashinfer_xqa import FlashInferXQA
+from harness.providers.torch_paged import TorchPaged
+from harness.providers.trtllm_gen import TRTLLMGen
+
+NAN = float("nan")
+DECODE, CONTEXT = Shape(entry="decode"), Shape(entry="context", q_len=21)
+MLA = Shape(entry="mla_decode", heads=3, dtype=Dtype.BF16)
+MLA_CONTEXT = Shape(entry="mla_context", heads=3, q_len=37)
+FP8_QUERY = {"kv_dtype": KVDtype.FP8, "fp8_query": True}
+MHA_ROWS = (
+    DECODE,
+    replace(DECODE, poison=NAN, page_size=16, q_len=4),
+    replace(DECODE, q_len=8, sinks=True, dtype=Dtype.FP16, kv_heads=1),
+    replace(DECODE, window_left=20, sinks=True, bmm2_scale=3.0),
+    CONTEXT,
+    replace(CONTEXT, poison=NAN, page_size=16, window_left=9),
+    replace(CONTEXT, sinks=True, dtype=Dtype.FP16, bmm2_scale=3.0),
+    replace(CONTEXT, sinks=True, window_left=20, head_dim=128, lengths=(5, 140)),
+)
+XQA_ROWS = (
+    *MHA_ROWS,
+    replace(DECODE, kv_dtype=KVDtype.FP8, bmm2_scale=3.0, q_len=2),
+    replace(CONTEXT, kv_dtype=KVDtype.FP8, bmm2_scale=3.0),
+)
+GEN_ROWS = (
+    *MHA_ROWS,
+    replace(DECODE, window_left=20, q_len=4),
+    replace(DECODE, bmm2_scale=3.0, q_len=2, **FP8_QUERY),
+    replace(CONTEXT, bmm2_scale=3.0, **FP8_QUERY),
+)
+MLA_ROWS = (
+    MLA,
+    replace(MLA, q_len=4, bmm2_scale=3.0),
+    replace(MLA_CONTEXT, poison=NAN),
+    replace(MLA_CONTEXT, q_len=3, lengths=(3, 64, 200)),
+)
+MLA_GEN_ROWS = (
+    *MLA_ROWS,
+    replace(MLA, page_size=32, mla_dims=(256, 64)),
+    replace(MLA_CONTEXT, **FP8_QUERY),
+)
+ROWS = (
+    *((FlashInferXQA, shape) for shape in XQA_ROWS),
+    *((partial(TRTLLMGen, Family.MHA), shape) for shape in GEN_ROWS),
+    *((FlashMLA, shape) for shape in MLA_ROWS),
+    *((partial(TRTLLMGen, Family.MLA), shape) for shape in MLA_GEN_ROWS),
+)
+
+
+@pytest.fixture(autouse=True)
+def _packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in MODULES.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for user in (flash_mla, flashinfer_xqa, trtllm_gen):
+        monkeypatch.setattr(user, "cuda_device", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr(workspace, "_SHARED", {})
+    monkeypatch.setattr(workspace, "SIZES", dict.fromkeys(workspace.SIZES, 9 * workspace.MIB))
+
+
+def assert_agrees(provider: CheckedProvider, shape: Shape, seed: int = 0) -> None:
+    call = draw(shape, seed=seed)
+    obtained = call.on(provider)
+    reference = TorchPaged(replace(REFERENCE, casts_query_to_kv_dtype=shape.fp8_query))
+    expected = call.on(reference, out_dtype=torch.float32)
+    assert obtained.dtype == call.options["out_dtype"]
+    torch.testing.assert_close(obtained.float(), expected, rtol=2e-2, atol=1e-2)
+
+
+def row_id(value: object) -> str:
+    return value.entry if isinstance(value, Shape) else "provider"
+
+
+@pytest.mark.parametrize(("kind", "shape"), ROWS, ids=row_id)
+def test_every_entry_agrees_with_the_reference(kind, shape: Shape) -> None:
+    provider = kind("cuda")
+    assert_agrees(provider, shape)
+    assert provider.calls == [shape.entry]
+    assert workspace.check_semaphores(workspace.shared_workspaces()) == []
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_one_plan_serves_every_batch_of_its_geometry(sinks: bool) -> None:
+    """Lengths, pages and cuts change under the plan; only the index tensors are refilled."""
+    provider = FlashInferXQA("cuda")
+    context = provider.kernels["context"]
+    first = replace(CONTEXT, lengths=(300, 37, 131), q_len=21, sinks=sinks)
+    call = draw(first)
+    for lengths, q_lens in (((300, 37, 131), (21, 19, 17)), ((21, 300, 1), (21, 0, 1))):
+        other = draw(replace(first, lengths=lengths), seed=len(q_lens) + lengths[0])
+        ends = torch.tensor((0, *q_lens)).cumsum(0).int()
+        changes = {"cu_seqlens_q": ends, "block_tables": widened(other, call)}
+        changes["max_q_len"] = 21
+        options = other.options | changes
+        obtained = provider.context(*other.tensors, **options)
+        expected = TorchPaged(REFERENCE).context(
+            *other.tensors, **options | {"out_dtype": torch.float32}
+        )
+        torch.testing.assert_close(obtained.float(), expected, rtol=2e-2, atol=1e-2)
+    assert len(context._plans) == 1
+
+
+def widened(call, like) -> torch.Tensor:
+    """The block tables of a call in the width of another's."""
+    tables, width = call.options["block_tables"], like.options["block_tables"].shape[1]
+    return torch.nn.functional.pad(tables, (0, width - tables.shape[1]))
+
+
+def test_another_geometry_has_a_plan_of_its_own() -> None:
+    provider = FlashInferXQA("cuda")
+    for shape in (CONTEXT, replace(CONTEXT, window_left=9), replace(CONTEXT, q_len=19), CONTEXT):
+        assert_agrees(provider, shape)
+    assert len(provider.kernels["context"]._plans) == 3
+
+
+@pytest.mark.parametrize("shape", [DECODE, CONTEXT], ids=row_id)
+def test_nothing_is_launched_for_no_request(shape: Shape) -> None:
+    call = draw(shape)
+    nothing = {"batch_size": 0} if shape is CONTEXT else {}
+    for name in ("block_tables", "seq_lens"):
+        nothing[name] = call.options[name][:0]
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        if name in call.options:
+            nothing[name] = call.options[name][:1]
+    q, *caches = call.tensors
+    provider = FlashInferXQA("cuda")
+    provider.kernels = {}
+    out = getattr(provider, shape.entry)(q[:0], *caches, **call.options | nothing)
+    assert out.shape == (0, 8, 64)
