@@ -59,6 +59,13 @@ def run_trial(
     )
 
 
+def untried(
+    case: Case, subject: Subject, execution: Execution, device: torch.device | str = "cpu"
+) -> Record:
+    """The record of a trial that has not run: an error without a cause."""
+    return _record(case, subject, execution, device, Verdict.ERROR, "")
+
+
 def _record(
     case: Case,
     subject: Subject,

@@ -11,7 +11,7 @@ from fixtures.plan import trials
 from harness.case import Case, Execution
 from harness.record import Record, Verdict
 from harness.subject import Subject
-from harness.trial import run_trial
+from harness.trial import run_trial, untried
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -29,6 +29,7 @@ def test_case(
     device: torch.device,
     record_trial: Callable[[Record], None],
 ) -> None:
+    record_trial(untried(case, subject, execution, device))
     record = run_trial(case, subject, execution, device)
     record_trial(record)
     if record.verdict is Verdict.REFUSED:

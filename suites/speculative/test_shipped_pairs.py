@@ -62,16 +62,17 @@ def test_text(
     record_trial: Callable[[Record], None],
     request: pytest.FixtureRequest,
 ) -> None:
-    record = replace(trial(setup, index, device), reproduce=f"pytest '{request.node.nodeid}'")
+    blank = untried(setup, index, device, f"pytest '{request.node.nodeid}'")
+    record_trial(blank)
+    record = trial(setup, index, device, blank)
     record_trial(record)
     if record.verdict.is_red:
         pytest.fail(f"{record.message}\nreproduce: {record.reproduce}", pytrace=False)
 
 
-def trial(setup: Setup, index: int, device: torch.device) -> Record:
-    """One prompt of one setup, judged; the message of a passed one tells of ties."""
-    started = time.perf_counter()
-    blank = Record(
+def untried(setup: Setup, index: int, device: torch.device, reproduce: str) -> Record:
+    """The record of a prompt that has not run: an error without a cause."""
+    return Record(
         case=f"{setup.pair}/prompt{index}",
         subject=setup.subject.name,
         family=setup.subject.family,
@@ -80,7 +81,13 @@ def trial(setup: Setup, index: int, device: torch.device) -> Record:
         device=str(device),
         verdict=Verdict.ERROR,
         environment=environment(str(device)),
+        reproduce=reproduce,
     )
+
+
+def trial(setup: Setup, index: int, device: torch.device, blank: Record) -> Record:
+    """One prompt of one setup, judged; the message of a passed one tells of ties."""
+    started = time.perf_counter()
     generations = shipped.run(setup, device).generations
     if isinstance(generations, str):
         return replace(blank, message=generations)
