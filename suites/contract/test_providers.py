@@ -1,4 +1,4 @@
-"""Every provider answers as the reference kernel does, whatever way its package wants to be asked."""
+"""Every provider answers as the reference kernel does, whatever way its package is to be asked."""
 
 from __future__ import annotations
 
