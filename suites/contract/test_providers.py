@@ -4,65 +4,18 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 
 from fixtures.fake_kernels import MODULES
+from fixtures.provider_calls import CONTEXT, DECODE, ROWS, row_id
 from harness.capability import REFERENCE
-from harness.case import Dtype, Family, KVDtype
 from harness.limits.calls import Shape, draw
 from harness.providers import flash_mla, flashinfer_xqa, trtllm_gen, workspace
 from harness.providers.checked import CheckedProvider
-from harness.providers.flash_mla import FlashMLA
 from harness.providers.flashinfer_xqa import FlashInferXQA
 from harness.providers.torch_paged import TorchPaged
-from harness.providers.trtllm_gen import TRTLLMGen
-
-NAN = float("nan")
-DECODE, CONTEXT = Shape(entry="decode"), Shape(entry="context", q_len=21)
-MLA = Shape(entry="mla_decode", heads=3, dtype=Dtype.BF16)
-MLA_CONTEXT = Shape(entry="mla_context", heads=3, q_len=37)
-FP8_QUERY = {"kv_dtype": KVDtype.FP8, "fp8_query": True}
-MHA_ROWS = (
-    DECODE,
-    replace(DECODE, poison=NAN, page_size=16, q_len=4),
-    replace(DECODE, q_len=8, sinks=True, dtype=Dtype.FP16, kv_heads=1),
-    replace(DECODE, window_left=20, sinks=True, bmm2_scale=3.0),
-    CONTEXT,
-    replace(CONTEXT, poison=NAN, page_size=16, window_left=9),
-    replace(CONTEXT, sinks=True, dtype=Dtype.FP16, bmm2_scale=3.0),
-    replace(CONTEXT, sinks=True, window_left=20, head_dim=128, lengths=(5, 140)),
-)
-XQA_ROWS = (
-    *MHA_ROWS,
-    replace(DECODE, kv_dtype=KVDtype.FP8, bmm2_scale=3.0, q_len=2),
-    replace(CONTEXT, kv_dtype=KVDtype.FP8, bmm2_scale=3.0),
-)
-GEN_ROWS = (
-    *MHA_ROWS,
-    replace(DECODE, window_left=20, q_len=4),
-    replace(DECODE, bmm2_scale=3.0, q_len=2, **FP8_QUERY),
-    replace(CONTEXT, bmm2_scale=3.0, **FP8_QUERY),
-)
-MLA_ROWS = (
-    MLA,
-    replace(MLA, q_len=4, bmm2_scale=3.0),
-    replace(MLA_CONTEXT, poison=NAN),
-    replace(MLA_CONTEXT, q_len=3, lengths=(3, 64, 200)),
-)
-MLA_GEN_ROWS = (
-    *MLA_ROWS,
-    replace(MLA, page_size=32, mla_dims=(256, 64)),
-    replace(MLA_CONTEXT, **FP8_QUERY),
-)
-ROWS = (
-    *((FlashInferXQA, shape) for shape in XQA_ROWS),
-    *((partial(TRTLLMGen, Family.MHA), shape) for shape in GEN_ROWS),
-    *((FlashMLA, shape) for shape in MLA_ROWS),
-    *((partial(TRTLLMGen, Family.MLA), shape) for shape in MLA_GEN_ROWS),
-)
 
 
 @pytest.fixture(autouse=True)
@@ -82,10 +35,6 @@ def assert_agrees(provider: CheckedProvider, shape: Shape, seed: int = 0) -> Non
     expected = call.on(reference, out_dtype=torch.float32)
     assert obtained.dtype == call.options["out_dtype"]
     torch.testing.assert_close(obtained.float(), expected, rtol=2e-2, atol=1e-2)
-
-
-def row_id(value: object) -> str:
-    return value.entry if isinstance(value, Shape) else "provider"
 
 
 @pytest.mark.parametrize(("kind", "shape"), ROWS, ids=row_id)
