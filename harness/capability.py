@@ -125,20 +125,18 @@ CAPABILITIES = {
 }
 
 
-def device_refusal(
-    capability: Capability, compute_capability: tuple[int, int] | None
-) -> str | None:
+def device_refusal(capability: Capability, gpu: tuple[int, int] | None) -> str | None:
     """Why this kernel cannot run on this GPU, or None if it can.
 
     Args:
         capability: of the kernel.
-        compute_capability: of the GPU; None where the strict reference stands in for the kernel.
+        gpu: its compute capability; None where the strict reference stands in for the kernel.
     """
     gpus = capability.compute_capabilities
-    if compute_capability is None or not gpus or compute_capability in gpus:
+    if gpu is None or not gpus or gpu in gpus:
         return None
     needed = " or ".join(f"{major}.{minor}" for major, minor in sorted(gpus))
-    present = "{}.{}".format(*compute_capability)
+    present = "{}.{}".format(*gpu)
     return f"{capability.name} needs compute capability {needed}, this device has {present}"
 
 
@@ -180,13 +178,13 @@ def _limits(case: Case, capability: Capability) -> tuple[Limit, ...]:
 
 
 def _mha_limits(case: Case, capability: Capability) -> tuple[Limit, ...]:
-    dims, windowed, q_len = capability.head_dims, case.window_left >= 0, _decode_q_len(case)
-    longest, window = capability.max_window_q_len, case.window_left
-    fits, accepted = q_len <= longest, f"-1 where a request has more than {longest} query tokens"
+    dims, window, longest = capability.head_dims, case.window_left, capability.max_window_q_len
+    fits = window < 0 or _decode_q_len(case) <= longest
+    accepted = f"-1 where a request has more than {longest} query tokens"
     return (
         (not dims or case.head_dim in dims, "head_dim", case.head_dim, dims),
-        (not windowed or capability.window, "window_left", window, "-1"),
-        (not windowed or fits, "window_left", window, accepted),
+        (window < 0 or capability.window, "window_left", window, "-1"),
+        (fits, "window_left", window, accepted),
         (not case.sinks or capability.sinks, "sinks", case.sinks, "False"),
     )
 

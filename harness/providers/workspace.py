@@ -19,8 +19,8 @@ from harness.invariants.classes import LIFETIME
 from harness.providers.paged import is_readable
 
 MIB = 1 << 20
-SIZES = {"xqa": 128 * MIB, "trtllm_gen": 512 * MIB, "prefill": 128 * MIB}
-"""Kernel family -> bytes of its workspace."""
+SIZES = {"xqa": 128 * MIB, "trtllm_gen": 512 * MIB, "prefill": MIB}
+"""Kernel family -> bytes of its workspace; prefill never splits keys and writes nothing there."""
 SEMAPHORES = {"xqa": 8 * MIB, "trtllm_gen": 8 * MIB, "prefill": 0}
 """Kernel family -> bytes at the start of its workspace that are zero between launches."""
 
