@@ -7,6 +7,7 @@ makes the lane's environment and hands ARGS to its command.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -51,6 +52,13 @@ def tool_environment() -> Path:
     return python
 
 
+def has_gpu() -> bool:
+    """Whether the NVIDIA driver lists a GPU."""
+    tool = shutil.which("nvidia-smi")
+    listed = tool and subprocess.run([tool, "-L"], capture_output=True, check=False)
+    return bool(listed) and listed.returncode == 0 and listed.stdout.startswith(b"GPU ")
+
+
 def run_lane(lane: str, args: list[str]) -> int:
     """Exit code of the lane's command.
 
@@ -65,7 +73,9 @@ def run_lane(lane: str, args: list[str]) -> int:
     print(f"ci: lane {lane} (its environment is made on the first run)", flush=True)
     tox = [str(python), "-m", "tox", "run", "-qq", "--root", str(ROOT), "-e", lane]
     handed_on = ["--", *args] if args else []
-    return subprocess.run([*tox, *handed_on], cwd=ROOT, check=False).returncode
+    stack = {"SPECGATE_STACK": "gpu"} if has_gpu() else {}
+    environment = stack | os.environ
+    return subprocess.run([*tox, *handed_on], cwd=ROOT, env=environment, check=False).returncode
 
 
 def main(argv: list[str]) -> int:

@@ -10,6 +10,7 @@ import sys
 import tomllib
 import venv
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -45,15 +46,25 @@ def test_entry_point_imports_the_standard_library_alone() -> None:
     assert imported <= sys.stdlib_module_names
 
 
-def test_every_requirement_of_the_cpu_lanes_is_pinned() -> None:
+def pins(*names: str) -> dict[str, str]:
+    """Package in lower case -> version, of files that agree on no package."""
+    files = [(ROOT / "ci" / name).read_text(encoding="utf-8").splitlines() for name in names]
+    found = [line.lower() for lines in files for line in lines if not line.startswith("#")]
+    assert len({line.partition("==")[0].replace("_", "-") for line in found}) == len(found)
+    return dict(line.split("==") for line in found)
+
+
+@pytest.mark.parametrize(("stack", "extras"), [("cpu", ("test", "lint")), ("gpu", ("test", "gpu"))])
+def test_every_requirement_of_a_lane_is_pinned(stack: str, extras: tuple[str, ...]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"]
-    wanted = [Requirement(r) for r in (*project["dependencies"], *extras["test"], *extras["lint"])]
-    lines = (ROOT / "ci" / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pins = dict(line.lower().split("==") for line in lines if not line.startswith("#"))
-    assert "tox" in pins
-    for requirement in wanted:
-        assert requirement.specifier.contains(pins[requirement.name.lower()]), requirement
+    chosen = [project["optional-dependencies"][extra] for extra in extras]
+    pinned = pins("constraints.txt", f"constraints-{stack}.txt")
+    for requirement in map(Requirement, sum(chosen, project["dependencies"])):
+        assert requirement.specifier.contains(pinned[requirement.name.lower()]), requirement
+
+
+def test_tox_is_pinned() -> None:
+    assert "tox" in pins("constraints.txt")
 
 
 def test_ci_runs_the_test_lane() -> None:
@@ -104,10 +115,42 @@ def test_lane_gets_its_arguments_and_returns_its_code(
     handed_on: list[str],
 ) -> None:
     monkeypatch.setattr(ci, "tool_environment", lambda: Path("python-with-tox"))
+    monkeypatch.setattr(ci, "has_gpu", lambda: False)
     assert ci.main(argv) == 3
     [command] = commands
     assert command[:4] == ["python-with-tox", "-m", "tox", "run"]
     assert command[command.index("-e") :] == handed_on
+
+
+@pytest.mark.parametrize(
+    ("tool", "listed", "code", "stack"),
+    [
+        (None, b"", 0, None),
+        ("nvidia-smi", b"GPU 0: NVIDIA H200 (UUID: GPU-0)\n", 0, "gpu"),
+        ("nvidia-smi", b"No devices found.\n", 0, None),
+        ("nvidia-smi", b"GPU 0: gone\n", 9, None),
+    ],
+)
+def test_lane_gets_real_kernels_where_a_gpu_is(
+    monkeypatch: pytest.MonkeyPatch,
+    tool: str | None,
+    listed: bytes,
+    code: int,
+    stack: str | None,
+) -> None:
+    environments: list[dict[str, str]] = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
+        environments.append(options.get("env", {}))
+        return subprocess.CompletedProcess(command, code, stdout=listed)
+
+    monkeypatch.delenv("SPECGATE_STACK", raising=False)
+    monkeypatch.setattr(ci, "tool_environment", lambda: Path("python-with-tox"))
+    monkeypatch.setattr(ci.shutil, "which", lambda name: tool)
+    monkeypatch.setattr(ci.subprocess, "run", run)
+    ci.main(["run"])
+    assert environments[-1].get("SPECGATE_STACK") == stack
+    assert environments[-1]["PATH"] == os.environ["PATH"]
 
 
 @pytest.fixture

@@ -61,6 +61,55 @@ def test_run_returns_the_first_failure(
     assert len(stand_in.calls) == calls
 
 
+def test_gpu_times_alone_what_it_tested_in_parallel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stand_in = started(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["gpu", "--report", "out", "--workers-per-gpu", "4"]) == 0
+    tested, timed, *after = stand_in.calls
+    assert tested[:3] == ("pytest", "suites", "--ignore=suites/latency")
+    assert tested[3:7] == ("--device", "cuda", "-n", "auto")
+    assert tested[-4:] == ("--workers-per-gpu", "4", "--report", str(tmp_path / "out"))
+    assert timed == ("pytest", "suites/latency", "-n0", "--device", "cuda")
+    assert [call[0] for call in after] == ["ci.report", "ci.gate"]
+
+
+@pytest.mark.parametrize(
+    ("args", "first"),
+    [
+        (["-k", "xqa"], "suites"),
+        (["suites/graphs/test_cuda_graphs.py", "-n0"], "--device"),
+    ],
+)
+def test_gpu_runs_what_is_selected_alone(
+    monkeypatch: pytest.MonkeyPatch, args: list[str], first: str
+) -> None:
+    stand_in = started(monkeypatch)
+    assert cli.main(["gpu", *args]) == 0
+    [tested] = [call for call in stand_in.calls if call[0] == "pytest"]
+    assert tested[1] == first
+    assert tested[-len(args) :] == tuple(args)
+
+
+@pytest.mark.parametrize(
+    ("codes", "ended", "calls"),
+    [
+        pytest.param({"pytest": 1}, 1, 4, id="failed-tests-are-timed-and-judged"),
+        pytest.param({"pytest": 2}, 2, 3, id="interrupted-run-is-judged"),
+        pytest.param({"pytest": 4}, 4, 1, id="lost-environment-stops"),
+        pytest.param({"pytest": 5}, 5, 1, id="nothing-collected-stops"),
+        pytest.param({"ci_gate": 1}, 1, 4, id="gate-decides"),
+    ],
+)
+def test_gpu_returns_the_first_failure(
+    monkeypatch: pytest.MonkeyPatch, codes: dict[str, int], ended: int, calls: int
+) -> None:
+    stand_in = started(monkeypatch, **codes)
+    assert cli.main(["gpu"]) == ended
+    assert len(stand_in.calls) == calls
+
+
 @pytest.mark.parametrize("mode", ["verify", "add", "rewrite"])
 def test_golden_hands_its_mode_to_pytest(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     stand_in = started(monkeypatch, pytest=1)

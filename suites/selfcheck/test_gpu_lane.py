@@ -1,0 +1,209 @@
+"""A run on CUDA takes what asks for a device, one GPU a worker, or refuses in one line."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fixtures import lane
+from harness.providers.packages import WANTED
+
+pytest_plugins = ["pytester"]
+
+ROOT = Path(__file__).resolve().parents[2]
+Run = Callable[..., pytest.RunResult]
+TESTS = """
+import torch
+
+def test_on_the_device(device):
+    assert device.type in ("cpu", "cuda")
+
+def test_on_cuda(cuda):
+    assert cuda == torch.device("cuda", 0)
+
+def test_goldens(goldens):
+    pass
+
+def test_on_no_device():
+    pass
+"""
+HOPPER = (
+    "NVIDIA H200, runs flash_mla, xqa; "
+    "trtllm_gen needs compute capability 10.0 or 10.3, this device has 9.0"
+)
+INSTALLED = dict(map(str.split, WANTED.values()))
+FLASHINFER = INSTALLED["flashinfer-python"]
+KERNEL = INSTALLED["sglang-kernel"]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Two H200s and the packages of the lane; the installed versions, to be changed."""
+    found = dict(INSTALLED)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(lane, "installed", lambda name: found.get(name, ""))
+    return found
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester) -> Run:
+    """Runs the tests above with arguments, in this process."""
+    pytester.makepyfile(TESTS)
+
+    def start(*args: str) -> pytest.RunResult:
+        return pytester.runpytest_inprocess("-p", "fixtures.plugin", "-n0", "-rs", *args)
+
+    return start
+
+
+def refused(result: pytest.RunResult) -> str:
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    [line] = [line for line in result.errlines if line]
+    return line.removeprefix("ERROR: ")
+
+
+def test_on_a_cpu_what_needs_cuda_is_skipped(run: Run) -> None:
+    result = run()
+    result.assert_outcomes(passed=3, skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED*: needs --device cuda"])
+    result.stdout.no_fnmatch_line("device: *")
+
+
+@pytest.mark.parametrize("device", ["cuda", "auto"])
+def test_on_cuda_the_rest_is_left_out(run: Run, hopper: dict[str, str], device: str) -> None:
+    result = run("--device", device)
+    result.assert_outcomes(passed=3, deselected=1)
+    result.stdout.fnmatch_lines([f"device: 1 × {HOPPER}"])
+
+
+def test_workers_share_all_gpus(hopper: dict[str, str]) -> None:
+    assert lane.description(torch.device("cuda")) == f"device: 2 × {HOPPER}"
+
+
+def test_auto_is_the_cpu_where_there_is_no_gpu(run: Run) -> None:
+    run("--device", "auto").assert_outcomes(passed=3, skipped=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"flashinfer-python": ""},
+            f"flashinfer-python {FLASHINFER} is needed, none is installed; "
+            "install with: pip install '.[gpu]'",
+        ),
+        (
+            {"flashinfer-python": "0.6.7", "sglang-kernel": ""},
+            f"flashinfer-python {FLASHINFER} is needed, 0.6.7 is installed; "
+            f"sglang-kernel {KERNEL} is needed, none is installed; "
+            "install with: pip install '.[gpu]'",
+        ),
+    ],
+)
+@pytest.mark.parametrize("device", ["cuda", "auto"])
+def test_lost_environment_is_refused(
+    run: Run, hopper: dict[str, str], device: str, changes: dict[str, str], told: str
+) -> None:
+    hopper.update(changes)
+    assert refused(run("--device", device)) == f"--device cuda: {told}"
+
+
+def test_gpu_that_runs_no_kernel_is_refused(
+    run: Run, hopper: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    line = refused(run("--device", "cuda"))
+    assert line.startswith("--device cuda: runs no kernel: flash_mla needs compute capability 9.0")
+    assert "; trtllm_gen needs compute capability 10.0 or 10.3, this device has 8.0; xqa" in line
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["--device", "cuda:2"], "--device = 'cuda:2' is not accepted; accepted: an index below 2"),
+        (["--device", "tpu"], "--device = 'tpu' is not accepted; accepted: cpu, cuda"),
+        (["--device", "meta"], "--device = 'meta' is not accepted; accepted: cpu, cuda"),
+        (["--workers-per-gpu", "0"], "--workers-per-gpu = 0 is not accepted; accepted: 1 or more"),
+    ],
+)
+def test_impossible_option_is_refused(
+    run: Run, hopper: dict[str, str], args: list[str], told: str
+) -> None:
+    assert refused(run(*args)).startswith(told)
+
+
+def test_lost_gpu_is_refused(run: Run) -> None:
+    told = f"--device cuda: no CUDA device is visible to torch {torch.__version__}"
+    assert refused(run("--device", "cuda")) == told
+
+
+@pytest.mark.parametrize(
+    ("device", "workers", "count"),
+    [("cuda", 1, 2), ("auto", 3, 6), ("cuda:1", 3, 3), ("cpu", 3, None)],
+)
+def test_workers_are_as_many_as_gpus_bear(
+    pytester: pytest.Pytester,
+    hopper: dict[str, str],
+    device: str,
+    workers: int,
+    count: int | None,
+) -> None:
+    args = ("-p", "fixtures.plugin", "--device", device, "--workers-per-gpu", str(workers))
+    config = pytester.parseconfig(*args)
+    plugin = config.pluginmanager.get_plugin("fixtures.plugin")
+    assert plugin is not None
+    assert plugin.pytest_xdist_auto_num_workers(config) == count
+
+
+@pytest.mark.parametrize(
+    ("device", "worker", "told"),
+    [
+        ("cuda", "gw0", "cuda:0"),
+        ("cuda", "gw3", "cuda:1"),
+        ("cuda", "gw4", "cuda:0"),
+        ("cuda:1", "gw4", "cuda:1"),
+    ],
+)
+def test_workers_take_turns_over_the_gpus(
+    pytester: pytest.Pytester,
+    hopper: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    worker: str,
+    told: str,
+) -> None:
+    chosen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    config = pytester.parseconfig("-p", "fixtures.plugin", "-n0", "--device", device)
+    config.workerinput = {"workerid": worker}  # type: ignore[attr-defined]
+    plugin = config.pluginmanager.get_plugin("fixtures.plugin")
+    assert plugin is not None
+    plugin.pytest_configure(config)
+    assert chosen == [told] == [config.getoption("--device")]
+
+
+def test_controller_leaves_the_gpus_to_its_workers(
+    pytester: pytest.Pytester, hopper: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    config = pytester.parseconfig("-p", "fixtures.plugin", "-n2", "--device", "cuda")
+    plugin = config.pluginmanager.get_plugin("fixtures.plugin")
+    assert plugin is not None
+    plugin.pytest_configure(config)
+    assert chosen == []
+    assert config.getoption("--device") == "cuda"
+
+
+def test_what_is_checked_is_what_the_extra_installs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    gpu = project["optional-dependencies"]["gpu"]
+    assert gpu == ["==".join(wanted.split()) for wanted in WANTED.values()]
