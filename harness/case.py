@@ -58,6 +58,13 @@ class KVDtype(StrEnum):
     FP8 = "float8_e4m3fn"
 
 
+class Inputs(StrEnum):
+    """What a case is fed."""
+
+    RANDOM = "random"
+    WATCHED = "watched"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """One row.
@@ -94,6 +101,8 @@ class Case:
         max_context_len: the model's context length.
         capture_bs: batch sizes the graph runner captures.
         padded_rows: rows of DP padding behind the real ones in an eager batch.
+        pads_before_plan: whether DP padding raised batch_size ahead of the plan already.
+        inputs: random, or such that the output names the keys that were read.
     """
 
     id: str
@@ -120,6 +129,8 @@ class Case:
     max_context_len: int = 256
     capture_bs: tuple[int, ...] = (1, 2, 4, 8)
     padded_rows: int = 0
+    pads_before_plan: bool = False
+    inputs: Inputs = Inputs.RANDOM
 
     def __post_init__(self) -> None:
         needs_extend = self.mode is Mode.EXTEND

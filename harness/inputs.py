@@ -95,6 +95,8 @@ class World:
         num_swa_pages: pages of the SWA pool.
         req_pool_size: rows of the request-to-token table.
         stale_slots: garbage that fills req_to_token wherever no live token is.
+        watched: (request, position) in the first batch of the keys that outputs name; empty
+            where inputs are random.
     """
 
     weights: ProbeWeights
@@ -104,6 +106,7 @@ class World:
     num_swa_pages: int
     req_pool_size: int
     stale_slots: tuple[int, ...]
+    watched: tuple[tuple[int, int], ...] = ()
 
 
 def make_world(*cases: Case) -> World:

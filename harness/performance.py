@@ -15,6 +15,7 @@ from harness.invariants import check_frozen, check_padding, frozen
 from harness.stage import Stage, make_batch, pad_batch, set_stage
 from harness.subject import Rig, Subject, build, build_runner
 from harness.upstream.batch import DraftOutput, ForwardBatch, LogitsProcessorOutput
+from harness.upstream.pools import SWAKVPool
 
 Output = LogitsProcessorOutput | DraftOutput
 
@@ -90,11 +91,14 @@ def copies(stage: Stage) -> dict[str, torch.Tensor]:
 def _eager(subject: Subject, stage: Stage, rig: Rig) -> Performance:
     case, requests = stage.case, stage.world.batches[0]
     before = copies(stage)
-    batch = batch_of(stage, rig, requests)
-    rig.backend.init_forward_metadata(batch)
+    batch = planned = batch_of(stage, rig, requests)
     if case.padded_rows:
         width = 1 if case.mode is Mode.MULTI_STEP_DRAFT else max(case.q_lens)
         batch = pad_batch(batch, case.padded_rows, width)
+    if case.pads_before_plan:
+        planned = planned.with_changes(batch_size=batch.batch_size)
+    rig.backend.init_forward_metadata(planned)
+    _remap(stage)
     output = rig.forward(batch)
     rows = case.bs if case.mode is Mode.MULTI_STEP_DRAFT else case.num_tokens
     violations = [
@@ -103,6 +107,13 @@ def _eager(subject: Subject, stage: Stage, rig: Rig) -> Performance:
         for i in (~tensor[rows:].flatten(1).isfinite().all(1)).nonzero().flatten().tolist()[:1]
     ]
     return Performance(stage, before, _cut(output, rows), plans(rig), case.bs, tuple(violations))
+
+
+def _remap(stage: Stage) -> None:
+    """Map SWA slots anew, as a scheduler that runs ahead may once a forward is planned."""
+    if isinstance(pool := stage.token_to_kv_pool, SWAKVPool):
+        mapping = pool.full_to_swa_index_mapping
+        mapping.copy_(mapping.flip(0))
 
 
 def _replayed(subject: Subject, stage: Stage, rig: Rig) -> Performance:

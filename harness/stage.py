@@ -26,6 +26,7 @@ from harness.upstream.pools import (
     ReqToTokenPool,
     SWAKVPool,
 )
+from harness.watched import PADDING, UNOWNED, mark_row
 
 FORWARD_MODES = {
     Mode.EXTEND: ForwardMode.EXTEND,
@@ -86,9 +87,12 @@ def set_stage(world: World, device: torch.device | str = "cpu") -> Stage:
         )
     )
     stage = Stage(world, table, _kv_pool(world, device), device)
-    for buffer in stage.buffers().values():
-        buffer.copy_(torch.full((), torch.nan).to(buffer.dtype))
-        buffer[: case.page_size] = torch.full((), PADDING_VALUE).to(buffer.dtype)
+    for name, buffer in stage.buffers().items():
+        unowned, padding = torch.full((), torch.nan), torch.full((), PADDING_VALUE)
+        if world.watched:
+            unowned, padding = (mark_row(world, name, mark) for mark in (UNOWNED, PADDING))
+        buffer.copy_(unowned.to(buffer.dtype).expand_as(buffer))
+        buffer[: case.page_size] = padding.to(device=device, dtype=buffer.dtype)
     for requests in world.batches:
         _write(stage, requests)
     return stage

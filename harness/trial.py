@@ -7,15 +7,18 @@ import time
 import torch
 
 from harness.case import Case, Execution, KVDtype
+from harness.cause import keys_read
 from harness.compare import Comparison
 from harness.environment import environment
 from harness.errors import SpecgateError
-from harness.inputs import make_world
 from harness.judgement import judge
 from harness.performance import company, perform
 from harness.record import Record, Verdict
 from harness.subject import Subject
+from harness.watched import make_world
 
+# What an invariant does not explain, the keys that were read may.
+UNEXPLAINED = (Verdict.WRONG_NUMBERS, Verdict.NON_FINITE, Verdict.WRONG_TOKENS)
 TEST = "suites/differential/test_cases.py::test_case"
 
 
@@ -24,7 +27,8 @@ def run_trial(
 ) -> Record:
     """Refuse, or run and judge; never raises on what the subject does.
 
-    The message of a red record says which invariant broke or which quantity is off and where.
+    The message of a red record says which invariant broke, or which quantity is off and where and
+    which keys were read instead of which.
     """
     started = time.perf_counter()
     reason = subject.refusal(case, execution, device)
@@ -35,6 +39,10 @@ def run_trial(
     try:
         performance = perform(subject, make_world(case, *others), execution, device)
         found = judge(performance, execution, casts_query=casts_query)
+        bad = [comparison for comparison in found if not comparison.passed]
+        lines = [comparison.message for comparison in bad[:3]]
+        if bad and bad[0].verdict in UNEXPLAINED:
+            lines.insert(0, keys_read(case, subject, execution, device))
     except (
         SpecgateError,
         RuntimeError,
@@ -46,14 +54,13 @@ def run_trial(
         # A broken backend fails in its own way; the record keeps how.
         message = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         return _record(case, subject, execution, device, Verdict.ERROR, message)
-    bad = [comparison for comparison in found if not comparison.passed]
     return _record(
         case,
         subject,
         execution,
         device,
         bad[0].verdict if bad else Verdict.PASSED,
-        "; ".join(comparison.message for comparison in bad[:3]),
+        "; ".join(lines),
         found,
         time.perf_counter() - started,
     )

@@ -42,6 +42,6 @@ def all_modes(name: str) -> AllModes:
 )
 def test_the_second_is_right_after_the_first(name: str, first: Step, second: Step) -> None:
     modes = all_modes(name)
-    modes.run(first)
+    modes.run(first, with_decoy=True)
     wrong = modes.run(second)
     assert not wrong, wrong[0].message
