@@ -55,8 +55,10 @@ def tool_environment() -> Path:
 def has_gpu() -> bool:
     """Whether the NVIDIA driver lists a GPU."""
     tool = shutil.which("nvidia-smi")
-    listed = tool and subprocess.run([tool, "-L"], capture_output=True, check=False)
-    return bool(listed) and listed.returncode == 0 and listed.stdout.startswith(b"GPU ")
+    if tool is None:
+        return False
+    listed = subprocess.run([tool, "-L"], capture_output=True, check=False)
+    return listed.returncode == 0 and listed.stdout.startswith(b"GPU ")
 
 
 def run_lane(lane: str, args: list[str]) -> int:

@@ -1,0 +1,258 @@
+"""A bundle holds what the gpu lane needs, travels in parts and runs the lane's own command."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci.offline import __main__ as cli
+from ci.offline import build, run
+from harness.errors import UsageError
+from harness.providers.packages import WANTED
+
+ROOT = Path(__file__).resolve().parents[2]
+LEFT_OUT = ["*/huge.so", "pack/sm100/*", "*/tests/*", "*.data/scripts/*"]
+WHEEL = {
+    "pack/__init__.py": b"version = 1",
+    "pack/data/kernel.cu": b"\0" * 5000 + bytes(range(256)) * 20,
+    "pack/huge.so": b"left out",
+    "pack/sm100/ops.py": b"left out",
+    "pack/data/tests/test_it.py": b"left out",
+    "pack-1.0.data/scripts/tool": b"left out",
+    "pack-1.0.data/purelib/pure/__init__.py": b"moved",
+    "pack-1.0.data/platlib/plat.py": b"moved too",
+    "pack-1.0.dist-info/METADATA": b"Name: pack\nVersion: 1.0",
+}
+INSTALLED = {
+    "pack/__init__.py",
+    "pack/data/kernel.cu",
+    "pure/__init__.py",
+    "plat.py",
+    "pack-1.0.dist-info/METADATA",
+}
+
+
+@pytest.fixture
+def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A wheel, which is all that any download brings."""
+    path = tmp_path / "pack-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in WHEEL.items():
+            archive.writestr(name, content)
+    spec = build.specification() | {"left_out": {"patterns": LEFT_OUT}}
+    monkeypatch.setattr(build, "specification", lambda: spec)
+    monkeypatch.setattr(build, "download", lambda *_: [path])
+    return path
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_bundle_comes_out_as_it_went_in(wheel: Path, tmp_path: Path) -> None:
+    parts = build.build(tmp_path / "out", 100)
+    assert len(parts) > 3
+    assert [part.parent.name for part in parts] == [f"part-{i}" for i in range(len(parts))]
+    assert all(part.stat().st_size <= 100 for part in parts)
+    site = run.unpack(tmp_path / "out", tmp_path / "cache")
+    assert files(site) == INSTALLED
+    assert (site / "pack/data/kernel.cu").read_bytes() == WHEEL["pack/data/kernel.cu"]
+    assert (site / "pure/__init__.py").read_bytes() == b"moved"
+
+
+def test_same_packages_give_the_same_bundle_and_replace_it(wheel: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = [part.name for part in build.build(out, 100)]
+    os.utime(wheel, (0, 0))
+    assert [part.name for part in build.build(out, 100)] == first
+    assert len(build.build(out, 1 << 20)) == 1
+    assert len(files(out)) == 1
+
+
+def test_bundle_is_unpacked_once(wheel: Path, tmp_path: Path) -> None:
+    build.build(tmp_path / "out", 1 << 20)
+    site = run.unpack(tmp_path / "out", tmp_path / "cache")
+    (site / "mark").touch()
+    assert run.unpack(tmp_path / "out", tmp_path / "cache") == site
+    assert (site / "mark").exists()
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [site.name]
+
+
+def lose(parts: list[Path]) -> None:
+    parts[1].unlink()
+
+
+def mix(parts: list[Path]) -> None:
+    parts[0].with_name("0" * 64 + ".0-of-1").touch()
+
+
+def damage(parts: list[Path]) -> None:
+    parts[1].write_bytes(b"?" + parts[1].read_bytes()[1:])
+
+
+def remove(parts: list[Path]) -> None:
+    for part in parts:
+        part.unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (lose, r"all parts, \w+\.1-of-\d+ among them"),
+        (mix, "a folder of one bundle, it has 2"),
+        (damage, "parts as they were built: carry it again"),
+        (remove, "a folder of one bundle, it has 0"),
+    ],
+)
+def test_incomplete_bundle_is_refused(
+    wheel: Path, tmp_path: Path, harm: Callable[[list[Path]], None], told: str
+) -> None:
+    harm(build.build(tmp_path / "out", 100))
+    with pytest.raises(UsageError, match=f"bundle = .*/out' is not accepted; accepted: {told}"):
+        run.unpack(tmp_path / "out", tmp_path / "cache")
+    assert not list(tmp_path.glob("cache/*"))
+
+
+class Child:
+    """Stands in for processes: remembers what was started."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self.commands: list[list[str]] = []
+        self.options: dict[str, Any] = {}
+
+    def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        self.commands.append(command)
+        self.options = options
+        return subprocess.CompletedProcess(command, self.code)
+
+
+def this_machine(monkeypatch: pytest.MonkeyPatch, torch: str = "2.11.0+cu130") -> None:
+    monkeypatch.setattr(run, "version", lambda _: torch)
+    python = "{}.{}".format(*sys.version_info)
+    spec = run.specification() | {"machine": {"python": python, "torch": "2.11.0"}}
+    monkeypatch.setattr(run, "specification", lambda: spec)
+
+
+def test_lane_is_tox_s_and_finds_the_packages(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build.build(tmp_path / "out", 100)
+    this_machine(monkeypatch)
+    child = Child(3)
+    monkeypatch.setattr(run.subprocess, "run", child)
+    monkeypatch.setenv("SPECGATE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    monkeypatch.delenv("FLASHINFER_WORKSPACE_BASE", raising=False)
+    assert cli.main(["run", str(tmp_path / "out"), "-k", "xqa"]) == 3
+    tox = (ROOT / "tox.ini").read_text(encoding="utf-8")
+    [line] = re.findall(r"^\[testenv:gpu\]\n(?:.+\n)*commands = python (.+) \{posargs\}", tox, re.M)
+    assert child.commands == [[sys.executable, *line.split(), "-k", "xqa"]]
+    environment = child.options["env"]
+    site, rest = environment["PYTHONPATH"].split(os.pathsep)
+    assert files(Path(site)) == INSTALLED
+    assert rest == "elsewhere"
+    assert environment["FLASHINFER_WORKSPACE_BASE"] == str(tmp_path / "cache" / "jit")
+    assert child.options["cwd"] == ROOT
+
+
+def test_compiled_kernels_may_lie_elsewhere(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build.build(tmp_path / "out", 100)
+    this_machine(monkeypatch)
+    child = Child(0)
+    monkeypatch.setattr(run.subprocess, "run", child)
+    monkeypatch.setenv("SPECGATE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "warm"))
+    assert run.run(tmp_path / "out", []) == 0
+    assert child.options["env"]["FLASHINFER_WORKSPACE_BASE"] == str(tmp_path / "warm")
+
+
+def test_other_machine_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    this_machine(monkeypatch, torch="2.12.0+cu130")
+    assert cli.main(["run", str(tmp_path)]) == 2
+    told = "offline: torch = '2.12.0' is not accepted; accepted: 2.11.0\n"
+    assert capsys.readouterr().err == told
+    monkeypatch.setattr(run.sys, "version_info", (3, 10, 1))
+    assert cli.main(["run", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("offline: python = '3.10' is not accepted")
+
+
+def test_download_asks_for_the_other_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    child = Child(0)
+    monkeypatch.setattr(build.subprocess, "run", child)
+    machine = {"python": "3.12", "platform": "x86_64", "glibc": ["2_28"]}
+    (tmp_path / "pack.whl").touch()
+    found = build.download({"pack": "1.0"}, machine, tmp_path)
+    assert found == [tmp_path / "pack.whl"]
+    [command] = child.commands
+    assert command[-1] == "pack==1.0"
+    assert command[command.index("--python-version") + 1] == "3.12"
+    assert "manylinux_2_28_x86_64" in command
+    child.code = 1
+    with pytest.raises(UsageError, match="cannot be downloaded"):
+        build.download({"pack": "1.0"}, machine, tmp_path)
+
+
+def test_pins_are_those_of_the_lane() -> None:
+    spec = build.specification()
+    read = [(ROOT / "ci" / f"constraints{kind}.txt").read_text() for kind in ("", "-gpu")]
+    lines = "".join(read).lower().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for name, version in (spec["packages"] | {"torch": spec["machine"]["torch"]}).items():
+        assert pinned[name] == version, name
+    for wanted in WANTED.values():
+        name, version = wanted.split()
+        assert spec["packages"][name] == version
+
+
+@pytest.mark.parametrize(("text", "count"), [("1K", 1024), ("38M", 38 << 20), ("2G", 2 << 30)])
+def test_size_is_read(text: str, count: int) -> None:
+    assert cli.size(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "M", "0M", "38", "-1M", "1.5G"])
+def test_impossible_size_is_refused(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="--size"):
+        cli.size(text)
+
+
+def test_build_prints_its_parts(
+    wheel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["build", str(tmp_path / "out"), "--size", "1M"]) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    size, path = line.split()
+    assert Path(path).stat().st_size == int(size.replace(",", ""))
+
+
+def test_script_starts_the_lane_from_anywhere(tmp_path: Path) -> None:
+    script = ROOT / "ci" / "offline" / "run"
+    assert os.access(script, os.X_OK)
+    bash = shutil.which("bash")
+    assert bash is not None
+    environment = os.environ | {"PYTHON": "echo"}
+    told = subprocess.run(
+        [bash, str(script), "some bundle", "-k", "a b"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout == f"-m ci.offline run {tmp_path}/some bundle -k a b\n"
