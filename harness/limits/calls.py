@@ -46,7 +46,7 @@ class Shape:
     """
 
     entry: str
-    lengths: tuple[int, ...] = (300, 37, 131, 20)
+    lengths: tuple[int, ...] = (300, 64, 131, 20)
     q_len: int = 1
     heads: int = 8
     kv_heads: int = 2
