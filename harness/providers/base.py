@@ -29,8 +29,8 @@ class Provider(Protocol):
 
     The softmax argument is ``bmm1_scale * q @ k``; the result is multiplied by ``bmm2_scale``.
     Every call returns [T, heads, value dim] in ``out_dtype``; rows of a context call behind
-    ``cu_seqlens_q[-1]`` are zero. On CUDA a call can be captured in a graph once it has run with the
-    same shapes and numbers, and then follows the tensors' values.
+    ``cu_seqlens_q[-1]`` are zero. On CUDA a call can be captured in a graph once it has run with
+    the same shapes and numbers, and then follows the tensors' values.
 
     Raises:
         KernelRefusal: from any call, for an argument the kernel does not accept; before launch.

@@ -106,7 +106,7 @@ def test_a_process_that_dies_or_hangs_is_an_answer(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(limits.subprocess, "run", hangs)
     answer = limits.in_process(0, probe, "cpu")
-    assert (answer.said, answer.agrees) == ("no answer in 300 s", False)
+    assert (answer.said, answer.agrees) == (f"no answer in {limits.SECONDS} s", False)
 
 
 def test_the_command_prints_and_writes_every_answer(
