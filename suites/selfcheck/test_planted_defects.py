@@ -138,6 +138,13 @@ class ViewsHandedOut(DraftExtendRunner):
         )
 
 
+class TopKOfHalfLogits(DraftExtendRunner):
+    def finish(self, output: Any, batch: ForwardBatch) -> Any:
+        half = output.next_token_logits.half().float()
+        rounded = super().finish(replace(output, next_token_logits=half), batch)
+        return replace(rounded, next_token_logits=output.next_token_logits)
+
+
 class StaleTail(DraftExtendRunner):
     def prepare(self, batch: ForwardBatch) -> None:
         super().prepare(batch)
@@ -170,6 +177,7 @@ ROWS: tuple[tuple[Subject, type, str, Execution, Verdict, str], ...] = (
     (MHA, AcceptLengthsAsStride, "mha-draft_extend_v2-accept_1_3", GRAPH, Verdict.BROKEN_INVARIANT, "cu_seqlens_q"),
     (MHA, KeysOfLayerZero, "mha-decode-bs2_ragged", EAGER, Verdict.BROKEN_INVARIANT, "k1 slot"),
     (MHA, ViewsHandedOut, "mha-draft_extend_v2-accept_1_3", GRAPH, Verdict.BROKEN_INVARIANT, "changed in the next one"),
+    (MHA, TopKOfHalfLogits, "mha-draft_extend_v1-accept_1_3", GRAPH, Verdict.WRONG_NUMBERS, "topk_p: off by"),
     (MHA, StaleTail, "mha-draft_extend_v2-bs3_ragged_padded_to_4", GRAPH, Verdict.BROKEN_INVARIANT, "out_cache_loc"),
 )  # fmt: skip
 
