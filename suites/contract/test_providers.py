@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from fixtures.fake_kernels import MODULES
-from fixtures.provider_calls import CONTEXT, DECODE, ROWS, row_id
+from fixtures.provider_calls import CONTEXT, DECODE, MLA, MLA_CONTEXT, ROWS, row_id
 from harness.capability import REFERENCE
 from harness.limits.calls import Shape, draw
 from harness.providers import flash_mla, flashinfer_xqa, trtllm_gen, workspace
 from harness.providers.checked import CheckedProvider
+from harness.providers.flash_mla import FlashMLA
 from harness.providers.flashinfer_xqa import FlashInferXQA
 from harness.providers.torch_paged import TorchPaged
 
@@ -79,17 +80,26 @@ def test_another_geometry_has_a_plan_of_its_own() -> None:
     assert len(provider.kernels["context"]._plans) == 3
 
 
-@pytest.mark.parametrize("shape", [DECODE, CONTEXT], ids=row_id)
-def test_nothing_is_launched_for_no_request(shape: Shape) -> None:
-    call = draw(shape)
-    nothing = {"batch_size": 0} if shape is CONTEXT else {}
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        (FlashInferXQA, DECODE),
+        (FlashInferXQA, CONTEXT),
+        (FlashMLA, MLA),
+        (FlashMLA, MLA_CONTEXT),
+    ],
+    ids=row_id,
+)
+def test_nothing_is_launched_for_no_request(kind, shape: Shape) -> None:
+    call, provider = draw(shape), kind("cuda")
+    nothing = {"batch_size": 0} if shape.entry.endswith("context") else {}
     for name in ("block_tables", "seq_lens"):
         nothing[name] = call.options[name][:0]
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         if name in call.options:
             nothing[name] = call.options[name][:1]
     q, *caches = call.tensors
-    provider = FlashInferXQA("cuda")
     provider.kernels = {}
     out = getattr(provider, shape.entry)(q[:0], *caches, **call.options | nothing)
-    assert out.shape == (0, 8, 64)
+    value_dim = 512 if caches[1:] == [] else 64
+    assert out.shape == (0, shape.heads, value_dim)
