@@ -18,8 +18,8 @@ from harness.tolerance import budget, tie_margin
 from harness.upstream.batch import DraftOutput, LogitsProcessorOutput
 from harness.upstream.pools import MLATokenToKVPool, SWAKVPool
 
-# The graph takes a float32 softmax of logits that it also hands out. Against float64 it was off by at
-# most 8e-8 over 124 rows of each dtype; logits rounded to float16 first move it by up to 9e-5.
+# The graph takes a float32 softmax of logits that it also hands out. Against float64 it was off by
+# at most 8e-8 over 124 rows of each dtype; logits rounded to float16 first move it by up to 9e-5.
 TOPK_P_ERROR = 1e-6
 
 
