@@ -74,7 +74,9 @@ class Environment:
     device: str
     cuda: str = ""
     driver: str = ""
+    triton: str = ""
     sglang: str = ""
+    sgl_kernel: str = ""
     flashinfer: str = ""
     commit: str = ""
     dirty: bool = False

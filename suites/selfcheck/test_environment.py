@@ -24,9 +24,13 @@ def test_cuda_facts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"name of {device}")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(asked, "command", lambda *words: f"{words[0]} said\nmore")
+    monkeypatch.setattr(asked, "version", lambda package: f"version of {package}")
     found = asked.environment.__wrapped__("cuda:1")
     assert (found.device, found.cuda) == ("name of cuda:1", "13.0")
     assert found.driver == "nvidia-smi said"
+    assert found.flashinfer == "version of flashinfer-python"
+    assert found.sgl_kernel == "version of sglang-kernel"
+    assert found.triton == "version of triton"
     assert found.dirty
 
 
