@@ -1,4 +1,4 @@
-"""``specgate run | gpu | golden | report``: short names for what pytest and the gates do.
+"""``specgate run | gpu | golden | report | limits``: short names for what pytest and the gates do.
 
 Nothing is imported from them: the harness knows neither, it starts them as a user would.
 """
@@ -68,8 +68,10 @@ def gpu(report: Path, workers: int, args: Sequence[str]) -> int:
     """
     folder = report.absolute()
     suites = () if any(word.startswith("suites") for word in args) else EVERYTHING
-    where = ("-n", "auto", "--maxprocesses", "64", "--workers-per-gpu", str(workers))
-    code = start("pytest", *suites, *CUDA, *where, "--report", str(folder), *args)
+    # Neighbours share what a process keeps: worlds, compiled kernels, a setup's texts.
+    spread = ("-n", "auto", "--maxprocesses", "64", "--dist", "worksteal")
+    where = (*CUDA, "--workers-per-gpu", str(workers), "--report", str(folder))
+    code = start("pytest", *suites, *spread, *where, *args)
     timed = not args and code in LEFT_RECORDS and code != INTERRUPTED
     codes = [code, start("pytest", *LATENCY, *CUDA) if timed else 0]
     return next(filter(None, [*codes, *_judge(folder, code)]), 0)
@@ -87,7 +89,8 @@ def _judge(folder: Path, code: int) -> list[int]:
 def parser() -> argparse.ArgumentParser:
     """The command line: one subcommand a verb; what they do not know goes to pytest."""
     made = argparse.ArgumentParser(prog="specgate", description=__doc__)
-    verbs = made.add_subparsers(dest="verb", required=True, metavar="run | gpu | golden | report")
+    names = "run | gpu | golden | report | limits"
+    verbs = made.add_subparsers(dest="verb", required=True, metavar=names)
     runs = verbs.add_parser("run", help="run every case on this machine, report and gate")
     runs.add_argument("--report", type=Path, default=Path("report"), metavar="DIR")
     gpus = verbs.add_parser("gpu", help="run every suite that takes a device on real kernels")
@@ -98,6 +101,11 @@ def parser() -> argparse.ArgumentParser:
     reports = verbs.add_parser("report", help="print records, write their page")
     reports.add_argument("records", metavar="RECORDS")
     reports.add_argument("--out", metavar="PAGE")
+    limits = verbs.add_parser(
+        "limits", help="ask the device's kernels for the limits in the tables"
+    )
+    limits.add_argument("--device", default="cuda", metavar="NAME")
+    limits.add_argument("--out", metavar="PAGE")
     return made
 
 
@@ -118,6 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args:
         commands.error(f"unrecognized arguments: {' '.join(args)}")
     out = ("--out", str(Path(options.out).absolute())) if options.out else ()
+    if options.verb == "limits":
+        return start("harness.limits", "--device", options.device, *out)
     return start("ci.report", str(Path(options.records).absolute()), *out)
 
 

@@ -69,7 +69,8 @@ def test_gpu_times_alone_what_it_tested_in_parallel(
     assert cli.main(["gpu", "--report", "out", "--workers-per-gpu", "4"]) == 0
     tested, timed, *after = stand_in.calls
     assert tested[:3] == ("pytest", "suites", "--ignore=suites/latency")
-    assert tested[3:7] == ("--device", "cuda", "-n", "auto")
+    assert tested[3:5] == ("-n", "auto")
+    assert tested[-6:-4] == ("--device", "cuda")
     assert tested[-4:] == ("--workers-per-gpu", "4", "--report", str(tmp_path / "out"))
     assert timed == ("pytest", "suites/latency", "-n0", "--device", "cuda")
     assert [call[0] for call in after] == ["ci.report", "ci.gate"]
@@ -79,7 +80,7 @@ def test_gpu_times_alone_what_it_tested_in_parallel(
     ("args", "first"),
     [
         (["-k", "xqa"], "suites"),
-        (["suites/graphs/test_cuda_graphs.py", "-n0"], "--device"),
+        (["suites/graphs/test_cuda_graphs.py", "-n0"], "-n"),
     ],
 )
 def test_gpu_runs_what_is_selected_alone(
@@ -115,6 +116,18 @@ def test_golden_hands_its_mode_to_pytest(monkeypatch: pytest.MonkeyPatch, mode: 
     stand_in = started(monkeypatch, pytest=1)
     assert cli.main(["golden", mode, "-k", "decode"]) == 1
     assert stand_in.calls == [("pytest", *cli.GOLDENS, "-n0", f"--golden={mode}", "-k", "decode")]
+
+
+def test_limits_hands_its_device_and_page_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stand_in = started(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["limits", "--out", "a.md"]) == 0
+    assert cli.main(["limits", "--device", "cpu"]) == 0
+    first, second = stand_in.calls
+    assert first == ("harness.limits", "--device", "cuda", "--out", str(tmp_path / "a.md"))
+    assert second == ("harness.limits", "--device", "cpu")
 
 
 def test_report_hands_its_paths_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

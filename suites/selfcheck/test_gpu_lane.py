@@ -17,6 +17,7 @@ pytest_plugins = ["pytester"]
 ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., pytest.RunResult]
 TESTS = """
+import pytest
 import torch
 
 def test_on_the_device(device):
@@ -30,6 +31,10 @@ def test_goldens(goldens):
 
 def test_on_no_device():
     pass
+
+@pytest.mark.parametrize("device", ["a name in a table"])
+def test_about_devices(device):
+    assert device == "a name in a table"
 """
 HOPPER = (
     "NVIDIA H200, runs flash_mla, xqa; "
@@ -72,7 +77,7 @@ def refused(result: pytest.RunResult) -> str:
 
 def test_on_a_cpu_what_needs_cuda_is_skipped(run: Run) -> None:
     result = run()
-    result.assert_outcomes(passed=3, skipped=1)
+    result.assert_outcomes(passed=4, skipped=1)
     result.stdout.fnmatch_lines(["SKIPPED*: needs --device cuda"])
     result.stdout.no_fnmatch_line("device: *")
 
@@ -80,7 +85,7 @@ def test_on_a_cpu_what_needs_cuda_is_skipped(run: Run) -> None:
 @pytest.mark.parametrize("device", ["cuda", "auto"])
 def test_on_cuda_the_rest_is_left_out(run: Run, hopper: dict[str, str], device: str) -> None:
     result = run("--device", device)
-    result.assert_outcomes(passed=3, deselected=1)
+    result.assert_outcomes(passed=3, deselected=2)
     result.stdout.fnmatch_lines([f"device: 1 × {HOPPER}"])
 
 
@@ -89,7 +94,7 @@ def test_workers_share_all_gpus(hopper: dict[str, str]) -> None:
 
 
 def test_auto_is_the_cpu_where_there_is_no_gpu(run: Run) -> None:
-    run("--device", "auto").assert_outcomes(passed=3, skipped=1)
+    run("--device", "auto").assert_outcomes(passed=4, skipped=1)
 
 
 @pytest.mark.parametrize(
