@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fixtures import lane
+from fixtures.hopper import INSTALLED, pretend
 from harness.providers.packages import WANTED
 
 pytest_plugins = ["pytester"]
@@ -40,22 +41,14 @@ HOPPER = (
     "NVIDIA H200, runs flash_mla, xqa; "
     "trtllm_gen needs compute capability 10.0 or 10.3, this device has 9.0"
 )
-INSTALLED = dict(map(str.split, WANTED.values()))
 FLASHINFER = INSTALLED["flashinfer-python"]
 KERNEL = INSTALLED["sglang-kernel"]
 
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Two H200s and the packages of the lane; the installed versions, to be changed."""
-    found = dict(INSTALLED)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(lane, "installed", lambda name: found.get(name, ""))
-    return found
+    """Installed versions beside two H200s, to be changed."""
+    return pretend(monkeypatch)
 
 
 @pytest.fixture
@@ -148,64 +141,6 @@ def test_impossible_option_is_refused(
 def test_lost_gpu_is_refused(run: Run) -> None:
     told = f"--device cuda: no CUDA device is visible to torch {torch.__version__}"
     assert refused(run("--device", "cuda")) == told
-
-
-@pytest.mark.parametrize(
-    ("device", "workers", "count"),
-    [("cuda", 1, 2), ("auto", 3, 6), ("cuda:1", 3, 3), ("cpu", 3, None)],
-)
-def test_workers_are_as_many_as_gpus_bear(
-    pytester: pytest.Pytester,
-    hopper: dict[str, str],
-    device: str,
-    workers: int,
-    count: int | None,
-) -> None:
-    args = ("-p", "fixtures.plugin", "--device", device, "--workers-per-gpu", str(workers))
-    config = pytester.parseconfig(*args)
-    plugin = config.pluginmanager.get_plugin("fixtures.plugin")
-    assert plugin is not None
-    assert plugin.pytest_xdist_auto_num_workers(config) == count
-
-
-@pytest.mark.parametrize(
-    ("device", "worker", "told"),
-    [
-        ("cuda", "gw0", "cuda:0"),
-        ("cuda", "gw3", "cuda:1"),
-        ("cuda", "gw4", "cuda:0"),
-        ("cuda:1", "gw4", "cuda:1"),
-    ],
-)
-def test_workers_take_turns_over_the_gpus(
-    pytester: pytest.Pytester,
-    hopper: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    device: str,
-    worker: str,
-    told: str,
-) -> None:
-    chosen: list[str] = []
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    config = pytester.parseconfig("-p", "fixtures.plugin", "-n0", "--device", device)
-    config.workerinput = {"workerid": worker}  # type: ignore[attr-defined]
-    plugin = config.pluginmanager.get_plugin("fixtures.plugin")
-    assert plugin is not None
-    plugin.pytest_configure(config)
-    assert chosen == [told] == [config.getoption("--device")]
-
-
-def test_controller_leaves_the_gpus_to_its_workers(
-    pytester: pytest.Pytester, hopper: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen: list[str] = []
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    config = pytester.parseconfig("-p", "fixtures.plugin", "-n2", "--device", "cuda")
-    plugin = config.pluginmanager.get_plugin("fixtures.plugin")
-    assert plugin is not None
-    plugin.pytest_configure(config)
-    assert chosen == []
-    assert config.getoption("--device") == "cuda"
 
 
 def test_what_is_checked_is_what_the_extra_installs() -> None:

@@ -1,0 +1,80 @@
+"""A bundle is built for the other machine, from the versions of the gpu lane."""
+
+from __future__ import annotations
+
+import subprocess
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+import pytest
+
+from ci.offline import __main__ as cli
+from ci.offline import build
+from harness.errors import UsageError
+from harness.providers.packages import WANTED
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_download_asks_for_the_other_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commands: list[list[str]] = []
+    code = 0
+
+    def child(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr(build.subprocess, "run", child)
+    machine = {"python": "3.12", "platform": "x86_64", "glibc": ["2_28"]}
+    (tmp_path / "pack.whl").touch()
+    found = build.download({"pack": "1.0"}, machine, tmp_path)
+    assert found == [tmp_path / "pack.whl"]
+    [command] = commands
+    assert command[-1] == "pack==1.0"
+    assert command[command.index("--python-version") + 1] == "3.12"
+    assert "manylinux_2_28_x86_64" in command
+    code = 1
+    with pytest.raises(UsageError, match="cannot be downloaded"):
+        build.download({"pack": "1.0"}, machine, tmp_path)
+
+
+def test_pins_are_those_of_the_lane() -> None:
+    spec = build.specification()
+    read = [(ROOT / "ci" / f"constraints{kind}.txt").read_text() for kind in ("", "-gpu")]
+    lines = "".join(read).lower().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for name, version in (spec["packages"] | {"torch": spec["machine"]["torch"]}).items():
+        assert pinned[name] == version, name
+    for wanted in WANTED.values():
+        name, version = wanted.split()
+        assert spec["packages"][name] == version
+
+
+@pytest.mark.parametrize(("text", "count"), [("1K", 1024), ("38M", 38 << 20), ("2G", 2 << 30)])
+def test_size_is_read(text: str, count: int) -> None:
+    assert cli.size(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "M", "0M", "38", "-1M", "1.5G"])
+def test_impossible_size_is_refused(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="--size"):
+        cli.size(text)
+
+
+def test_build_prints_its_parts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part = tmp_path / "part"
+    part.write_bytes(bytes(12345))
+    asked: list[object] = []
+
+    def stand_in(*args: object, with_sglang: bool) -> list[Path]:
+        asked.extend([*args, with_sglang])
+        return [part]
+
+    monkeypatch.setattr(cli, "build", stand_in)
+    assert cli.main(["build", "out", "--size", "1M", "--with-sglang"]) == 0
+    assert asked == [Path("out"), 1 << 20, True]
+    assert capsys.readouterr().out.split() == ["12,345", str(part)]
