@@ -31,13 +31,8 @@ WHEEL = {
     "pack-1.0.data/platlib/plat.py": b"moved too",
     "pack-1.0.dist-info/METADATA": b"Name: pack\nVersion: 1.0",
 }
-INSTALLED = {
-    "pack/__init__.py",
-    "pack/data/kernel.cu",
-    "pure/__init__.py",
-    "plat.py",
-    "pack-1.0.dist-info/METADATA",
-}
+METADATA = "pack-1.0.dist-info/METADATA"
+INSTALLED = {"pack/__init__.py", "pack/data/kernel.cu", "pure/__init__.py", "plat.py", METADATA}
 
 
 @pytest.fixture
