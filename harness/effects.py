@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.activity import Activity, Row, tally
 from harness.errors import UsageError, rejected
 from harness.hostreads import (
     MACHINERY,
@@ -24,6 +26,7 @@ from harness.hostreads import (
 )
 
 MACHINERY.add(__file__)
+SYNCHRONISED = "called a synchronizing CUDA operation"
 
 
 @dataclass
@@ -34,11 +37,13 @@ class Effects:
         host_reads: ``operation at file:line`` of each, in order.
         operations: how often each operation was dispatched (CPU) or kernel launched (CUDA).
         bytes_allocated: of the storages that the region's operations created.
+        activity: what the GPU was asked to do and did; empty on the CPU.
     """
 
     host_reads: list[str] = field(default_factory=list)
     operations: Counter[str] = field(default_factory=Counter)
     bytes_allocated: int = 0
+    activity: Activity = field(default_factory=Activity)
 
     def count(self, word: str) -> int:
         """Operations whose name contains ``word``."""
@@ -85,8 +90,9 @@ def observe(device: torch.device | str = "cpu") -> Iterator[Effects]:
     """Watch what the calling thread does inside the ``with``; other threads are not seen.
 
     On the CPU host reads are recognised as the tape recognises them, and a replayed tape counts as
-    the operations it recorded. On CUDA host reads are torch's synchronisation warnings, operations
-    are launched kernels and bytes are the allocator's; that half is unverified on hardware.
+    the operations it recorded. On CUDA host reads are torch's synchronisation warnings with their
+    lines and, without one, copies to the host; operations are executed kernels, wherever they were
+    launched, and bytes are the allocator's.
 
     Raises:
         UsageError: a device that is neither.
@@ -107,14 +113,14 @@ def _on_cpu(effects: Effects) -> Iterator[None]:
 
 
 @contextmanager
-def _on_cuda(effects: Effects, device: torch.device | str) -> Iterator[None]:  # pragma: no cover
+def _on_cuda(effects: Effects, device: torch.device | str) -> Iterator[None]:
     from torch.profiler import ProfilerActivity, profile
 
     stats = "allocated_bytes.all.allocated"
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_stats(device)[stats]
     mode = torch.cuda.get_sync_debug_mode()
-    trace = profile(activities=[ProfilerActivity.CUDA])
+    trace = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
     with trace, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -122,11 +128,21 @@ def _on_cuda(effects: Effects, device: torch.device | str) -> Iterator[None]:  #
             yield
         finally:
             torch.cuda.set_sync_debug_mode(mode)
+            effects.bytes_allocated = torch.cuda.memory_stats(device)[stats] - before
             torch.cuda.synchronize(device)
-    effects.bytes_allocated = torch.cuda.memory_stats(device)[stats] - before
-    effects.operations.update({row.key: row.count for row in trace.key_averages()})
-    effects.host_reads += [
+    effects.activity = tally(
+        Row(event.name, event.device_type == DeviceType.CUDA, event.id) for event in trace.events()
+    )
+    effects.operations.update(effects.activity.kernels)
+    effects.host_reads += waits_told(told, effects.activity)
+
+
+def waits_told(told: Sequence[warnings.WarningMessage], activity: Activity) -> list[str]:
+    """Host reads: what torch warned of, and copies to the host that it did not warn of."""
+    lines = [
         f"synchronisation at {warning.filename}:{warning.lineno}"
         for warning in told
-        if "synchroniz" in str(warning.message)
+        if SYNCHRONISED in str(warning.message)
     ]
+    unseen = max(activity.copies["DtoH"], activity.waits.total()) - len(lines)
+    return lines + ["a copy to the host or a wait that torch does not warn of"] * unseen

@@ -71,6 +71,10 @@ def _changes_device(args: Sequence[Any], kwargs: Kwargs) -> bool:
     return device is not None and torch.device(device).type != args[0].device.type
 
 
+def _copies_between_devices(args: Sequence[Any], kwargs: Kwargs) -> bool:
+    return bool(args[0].device.type != args[1].device.type)
+
+
 Rule = Callable[[Sequence[Any], Kwargs], bool]
 DATA_DEPENDENT = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 CONDITIONAL: dict[object, Rule] = {
@@ -81,6 +85,7 @@ CONDITIONAL: dict[object, Rule] = {
     aten.repeat_interleave.Tensor: _has_no_size,
     aten.lift_fresh.default: _brings_data,
     aten._to_copy.default: _changes_device,
+    aten.copy_.default: _copies_between_devices,
 }
 ALWAYS = frozenset({aten.equal.default, aten._pin_memory.default})
 

@@ -2,49 +2,158 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.errors import UsageError, rejected
+from harness.errors import CaptureViolation, ContractError, UsageError, rejected
+from harness.graphs.nodes import kernel_names, node_counts
+from harness.hostreads import MACHINERY, Kwargs, asking_line, dispatched_read, tensors_in
 
 T = TypeVar("T")
+MACHINERY.add(__file__)
 
 
 class CudaGraph:
-    """A captured CUDA graph. Unverified on hardware so far.
+    """A captured CUDA graph, which lives as long as what its capture returned.
+
+    By default its intermediates lie in a memory pool of its own, so that graphs may be replayed
+    in any order, on any streams. With ``sharing_a_pool`` the graphs of one runner reuse each
+    other's intermediates. That is safe there: outputs of every graph stay alive and are therefore
+    never reused, a runner copies them out before its next replay, and its replays follow each
+    other on one stream.
 
     Args:
         device: the CUDA device.
         pool: a memory pool shared with other graphs (``torch.cuda.graph_pool_handle()``), or None
-            for a private one. Graphs of one pool must not rely on each other's outputs.
+            for a private one.
+        capture_error_mode: whose unsafe calls break a capture: "global" for any thread's,
+            "thread_local" or "relaxed".
 
     Raises:
         UsageError: the device is no CUDA device, or there is none.
     """
 
-    def __init__(self, device: torch.device | str = "cuda", pool: Any = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | str = "cuda",
+        pool: Any = None,
+        capture_error_mode: str = "global",
+    ) -> None:
         self._device = torch.device(device)
         if self._device.type != "cuda" or not torch.cuda.is_available():
             raise UsageError(rejected("device", str(device), "an available CUDA device"))
-        self._graph = torch.cuda.CUDAGraph()  # pragma: no cover
-        self._pool = pool  # pragma: no cover
+        self._graph = torch.cuda.CUDAGraph(keep_graph=True)
+        self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        self._error_mode = capture_error_mode
+        self._outputs: object = None
+        self._captured = False
 
-    def warm_up(self, run: Callable[[], object]) -> None:  # pragma: no cover
-        """Run once on a side stream, unrecorded."""
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+    @classmethod
+    def sharing_a_pool(cls, device: torch.device | str = "cuda") -> Callable[[], CudaGraph]:
+        """Makes graphs for one runner, in one pool."""
+        return partial(cls, device, torch.cuda.graph_pool_handle())
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        """Run once, unrecorded, on the stream of captures: libraries set themselves up there."""
+        stream = capture_stream(self._device)
+        current = torch.cuda.current_stream(self._device)
+        stream.wait_stream(current)
         with torch.no_grad(), torch.cuda.stream(stream):
             run()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+        current.wait_stream(stream)
 
-    def capture(self, run: Callable[[], T]) -> T:  # pragma: no cover
-        """Record ``run`` and return what it returned; replays write to the same memory."""
-        recording = torch.cuda.graph(self._graph, pool=self._pool)
-        with torch.no_grad(), torch.cuda.device(self._device), recording:
-            return run()
+    def capture(self, run: Callable[[], T]) -> T:
+        """Record ``run`` and return what it returned; replays write to the same memory.
 
-    def replay(self) -> None:  # pragma: no cover
-        """Launch the recording on the current stream."""
+        Raises:
+            CaptureViolation: ``run`` made the host wait for the device, or did something else that
+                CUDA does not record; the message names it and the line that asked. The streams can
+                be used on, the graph holds nothing.
+            ContractError: this graph holds a recording already.
+        """
+        if self._captured:
+            raise ContractError("a graph is captured once; make another one")
+        torch.cuda.synchronize(self._device)
+        with torch.no_grad(), torch.cuda.stream(capture_stream(self._device)):
+            try:
+                result = self._recorded(run)
+            except RuntimeError as error:
+                said = str(error).strip().partition("\n")[0]
+                raise CaptureViolation(f"CUDA cannot record this: {said}") from error
+        self._outputs, self._captured = result, True
+        return result
+
+    def replay(self) -> None:
+        """Launch the recording on the current stream.
+
+        Raises:
+            ContractError: nothing was captured.
+        """
+        if not self._captured:
+            raise ContractError("a graph is replayed after its capture; this one holds nothing")
         self._graph.replay()
+
+    def node_counts(self) -> Counter[str]:
+        """Recorded nodes by kind: kernel, memcpy, memset and so on.
+
+        Raises:
+            UsageError: cuda-bindings is missing.
+        """
+        return node_counts(self._graph.raw_cuda_graph())
+
+    def kernel_names(self) -> list[str]:
+        """Mangled names of the recorded kernels.
+
+        Raises:
+            UsageError: cuda-bindings is missing.
+        """
+        return kernel_names(self._graph.raw_cuda_graph())
+
+    def _recorded(self, run: Callable[[], T]) -> T:
+        self._graph.capture_begin(pool=self._pool, capture_error_mode=self._error_mode)
+        try:
+            with _Refusals():
+                result = run()
+        except BaseException:
+            self._abandon()
+            raise
+        self._graph.capture_end()
+        self._graph.instantiate()
+        return result
+
+    def _abandon(self) -> None:
+        """End a capture that failed; one that CUDA has broken off leaves the allocator in it."""
+        index = self._device.index
+        index = torch.cuda.current_device() if index is None else index
+        with suppress(RuntimeError):
+            self._graph.capture_end()
+            return
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+            torch._C._cuda_releasePool(index, self._pool)
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream on which a device's graphs are captured: a shared pool belongs to a stream."""
+    return torch.cuda.Stream(device)
+
+
+class _Refusals(TorchDispatchMode):
+    """Refuses what would wait for the device before CUDA breaks the capture off."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if dispatched_read(func, args, kwargs) and any(
+            tensor.is_cuda for tensor in tensors_in((tuple(args), tuple(kwargs.values())))
+        ):
+            raise CaptureViolation(f"{func} cannot be recorded; asked at {asking_line()}")
+        return func(*args, **kwargs)
