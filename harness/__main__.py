@@ -101,9 +101,7 @@ def parser() -> argparse.ArgumentParser:
     reports = verbs.add_parser("report", help="print records, write their page")
     reports.add_argument("records", metavar="RECORDS")
     reports.add_argument("--out", metavar="PAGE")
-    limits = verbs.add_parser(
-        "limits", help="ask the device's kernels for the limits in the tables"
-    )
+    limits = verbs.add_parser("limits", help="ask the device's kernels for their limits")
     limits.add_argument("--device", default="cuda", metavar="NAME")
     limits.add_argument("--out", metavar="PAGE")
     return made
