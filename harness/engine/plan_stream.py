@@ -66,24 +66,47 @@ class SameStream:
         self._pending.clear()
 
 
-class RecordedStreams:
-    """Both queues on the host: the main one runs at once, the plan one as late or early as allowed.
+class Ledger:
+    """What was issued to either queue and who had waited for whom by then.
 
     Attributes:
         issued: every operation, in the order of issue.
-        ran: their names, in the order in which they ran.
+    """
+
+    def __init__(self) -> None:
+        self.issued: list[Operation] = []
+        self._waited = dict.fromkeys(Queue, 0)
+
+    def enter(self, queue: Queue, name: str, reads: Names, writes: Names) -> None:
+        """Note an operation."""
+        after = self._waited[queue]
+        self.issued.append(Operation(queue, name, frozenset(reads), frozenset(writes), after))
+
+    def wait(self, queue: Queue) -> None:
+        """Note that a queue waits for all the other one has."""
+        self._waited[queue] = sum(operation.queue is not queue for operation in self.issued)
+
+    def hazards(self) -> list[Hazard]:
+        """Every pair of operations that races, in the order of issue."""
+        return find_hazards(self.issued)
+
+
+class RecordedStreams(Ledger):
+    """Both queues on the host: the main one runs at once, the plan one as late or early as allowed.
+
+    Attributes:
+        ran: names of the operations, in the order in which they ran.
     """
 
     def __init__(self, *, late: bool = True) -> None:
-        self.issued: list[Operation] = []
+        super().__init__()
         self.ran: list[str] = []
         self._late = late
         self._pending: list[tuple[str, Callable[[], None]]] = []
-        self._waited = dict.fromkeys(Queue, 0)
 
     def main(self, name: str, work: Callable[[], T], *, reads: Names = (), writes: Names = ()) -> T:
         """Run now, whatever the plan queue still has to do."""
-        self._record(Queue.MAIN, name, reads, writes)
+        self.enter(Queue.MAIN, name, reads, writes)
         self.ran.append(name)
         return work()
 
@@ -91,27 +114,19 @@ class RecordedStreams:
         self, name: str, work: Callable[[], None], *, reads: Names = (), writes: Names = ()
     ) -> None:
         """Keep for later, or run now where the plan queue is early."""
-        self._record(Queue.PLAN, name, reads, writes)
+        self.enter(Queue.PLAN, name, reads, writes)
         self._pending.append((name, work))
         if not self._late:
             self._drain()
 
     def plan_waits(self) -> None:
         """Order the plan queue behind the main one."""
-        self._waited[Queue.PLAN] = self._count(Queue.MAIN)
+        self.wait(Queue.PLAN)
 
     def main_waits(self) -> None:
         """Run what the plan queue kept and order the main one behind it."""
         self._drain()
-        self._waited[Queue.MAIN] = self._count(Queue.PLAN)
-
-    def hazards(self) -> list[Hazard]:
-        """Every pair of operations that races, in the order of issue."""
-        return find_hazards(self.issued)
-
-    def _record(self, queue: Queue, name: str, reads: Names, writes: Names) -> None:
-        after = self._waited[queue]
-        self.issued.append(Operation(queue, name, frozenset(reads), frozenset(writes), after))
+        self.wait(Queue.MAIN)
 
     def _drain(self) -> None:
         for name, work in self._pending:
@@ -119,35 +134,43 @@ class RecordedStreams:
             work()
         self._pending.clear()
 
-    def _count(self, queue: Queue) -> int:
-        return sum(operation.queue is queue for operation in self.issued)
 
-
-class CudaStreams:
+class CudaStreams(Ledger):
     """The same on a GPU: a second CUDA stream beside the current one.
+
+    Waits order work, and they are all that keeps memory from being reused too early. The allocator
+    gives a freed block to the stream it was allocated on alone. A block of the main stream that
+    the plan reads must therefore live until the main stream has waited, as the worker's batch
+    does; a block that the plan allocated comes back to plans alone, each of which first waits for
+    whatever the main stream read. So nothing has to be kept by ``record_stream``.
 
     Args:
         device: the CUDA device.
     """
 
     def __init__(self, device: torch.device | str) -> None:
+        super().__init__()
         self._stream = torch.cuda.Stream(device)
 
     def main(self, name: str, work: Callable[[], T], *, reads: Names = (), writes: Names = ()) -> T:
         """Launch on the current stream."""
+        self.enter(Queue.MAIN, name, reads, writes)
         return work()
 
     def plan(
         self, name: str, work: Callable[[], None], *, reads: Names = (), writes: Names = ()
     ) -> None:
         """Launch on the second stream."""
+        self.enter(Queue.PLAN, name, reads, writes)
         with torch.cuda.stream(self._stream):
             work()
 
     def plan_waits(self) -> None:
         """The second stream waits for the current one."""
+        self.wait(Queue.PLAN)
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def main_waits(self) -> None:
         """The current stream waits for the second one."""
+        self.wait(Queue.MAIN)
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)

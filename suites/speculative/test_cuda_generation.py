@@ -1,0 +1,43 @@
+"""Real kernels write the oracle's text in bf16, and the same text again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fixtures import shipped
+from fixtures.goldens import prompts
+from fixtures.shipped import Setup
+from harness.case import Execution
+from harness.engine.speculation import Version
+from harness.tolerance import tie_margin
+from harness.transcript import judge_text
+
+KERNELS = (("gqa", "xqa"), ("mla", "flash_mla"))
+SETUPS = {
+    setup.id: setup
+    for pair, kernel in KERNELS
+    for execution in Execution
+    for setup in (
+        Setup(pair=pair, kernel=kernel, page_size=64, version=None, execution=execution),
+        Setup(pair=pair, kernel=kernel, page_size=64, version=Version.V1, execution=execution),
+        Setup(pair=pair, kernel=kernel, page_size=64, execution=execution),
+        Setup(pair=pair, kernel=kernel, page_size=64, overlap=True, execution=execution),
+    )
+}
+each_setup = pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
+
+
+@each_setup
+def test_the_text_is_the_oracles_or_a_tie_explains_it(setup: Setup, cuda: torch.device) -> None:
+    run = shipped.run(setup, cuda)
+    for index, text in enumerate(run.texts):
+        found = judge_text(text, shipped.expected(setup, index), tie_margin(setup.dtype))
+        assert [c.message for c in found if not c.passed] == []
+    assert run.lost_pages == 0
+
+
+@each_setup
+def test_a_second_run_repeats_the_first(setup: Setup, cuda: torch.device) -> None:
+    again = shipped.decode(setup, prompts(setup.pair)[: setup.prompts], cuda)
+    assert again.texts == shipped.run(setup, cuda).texts
