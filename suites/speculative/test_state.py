@@ -1,0 +1,68 @@
+"""Requests keep everything that is theirs when others leave, join or change places."""
+
+from __future__ import annotations
+
+import torch
+
+from harness.engine.state import Proposal, Round, State, concatenate, gather, join, select
+
+
+def state(*numbers: int, mirror: bool = True, proposal: bool = True) -> State:
+    """A request a number; every field of a request tells which it is."""
+    told = torch.tensor(numbers)
+    return State(
+        rows=told,
+        seq_lens=told * 10,
+        bonus=told * 100,
+        seq_lens_cpu=told * 10 + 4 if mirror else None,
+        proposal=Proposal(told[:, None] / 10, told[:, None] * 1000, told[:, None] * torch.ones(2))
+        if proposal
+        else None,
+    )
+
+
+def assert_same(obtained: State, expected: State) -> None:
+    for name in ("rows", "seq_lens", "bonus", "seq_lens_cpu"):
+        assert getattr(obtained, name).tolist() == getattr(expected, name).tolist(), name
+    assert obtained.proposal is not None
+    assert expected.proposal is not None
+    for name in ("topk_p", "topk_index", "hidden_states"):
+        mine, due = (getattr(each.proposal, name) for each in (obtained, expected))
+        assert mine.tolist() == due.tolist(), name
+
+
+def test_those_who_stay_keep_every_field_of_theirs() -> None:
+    assert_same(select(state(3, 5, 7, 9), [1, 3]), state(5, 9))
+
+
+def test_a_selection_may_reorder() -> None:
+    assert_same(select(state(3, 5, 7), [2, 0]), state(7, 3))
+
+
+def test_newcomers_stand_behind_those_who_run() -> None:
+    assert_same(join(state(3, 5), state(2)), state(3, 5, 2))
+
+
+def test_nobody_joined_by_somebody() -> None:
+    assert_same(join(select(state(3), []), state(2, 8)), state(2, 8))
+
+
+def test_without_a_mirror_or_a_draft_there_is_none_after() -> None:
+    bare = state(3, 5, mirror=False, proposal=False)
+    for after in (select(bare, [1]), join(bare, bare)):
+        assert after.seq_lens_cpu is None
+        assert after.proposal is None
+
+
+def test_proposals_one_behind_the_other() -> None:
+    first, second = state(3, 5).proposal, state(2).proposal
+    assert first is not None
+    assert second is not None
+    both = concatenate([first, second])
+    assert both.topk_index.flatten().tolist() == [3000, 5000, 2000]
+    assert gather(both, torch.tensor([2, 0])).topk_index.flatten().tolist() == [2000, 3000]
+
+
+def test_a_round_emits_what_was_accepted_of_each_row() -> None:
+    outcome = Round(torch.tensor([2, 3, 1]).int(), torch.tensor([[4, 5, 6], [7, 8, 9], [1, 2, 3]]))
+    assert outcome.tokens() == [[4, 5], [7, 8, 9], [1]]
