@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 GRAPH_LAUNCH = "cudaGraphLaunch"
+MEMORY = ("Memcpy", "Memset")
+EVENTS = ("Stream Wait", "Stream Sync", "Event Sync", "Context Sync")
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 """Runtime calls that make the host wait; a profile brings ``cudaDeviceSynchronize`` along."""
 
@@ -31,18 +33,36 @@ class Activity:
     """What a region made a GPU do.
 
     Args:
-        kernels: that ran, by name, wherever they were launched.
-        launched: kernels, copies and fills that the host launched one by one.
-        copies: by direction, as ``DtoH``, wherever they were launched.
+        done: kernels, copies and fills by name, wherever they were launched.
+        launched: those of them that the host launched one by one.
         graph_launches: replays of a graph.
         waits: runtime calls that made the host wait, by name.
     """
 
-    kernels: Counter[str] = field(default_factory=Counter)
+    done: Counter[str] = field(default_factory=Counter)
     launched: Counter[str] = field(default_factory=Counter)
-    copies: Counter[str] = field(default_factory=Counter)
     graph_launches: int = 0
     waits: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def kernels(self) -> Counter[str]:
+        """What was neither a copy nor a fill of memory."""
+        return Counter({k: n for k, n in self.done.items() if not k.startswith(MEMORY)})
+
+    @property
+    def copies(self) -> Counter[str]:
+        """Copies by direction, as ``DtoH``."""
+        # The name of one is "Memcpy DtoH (Device -> Pageable)".
+        found: Counter[str] = Counter()
+        for name, times in self.done.items():
+            if name.startswith("Memcpy"):
+                found[name.split()[1]] += times
+        return found
+
+    @property
+    def replayed(self) -> int:
+        """How much of it graphs launched."""
+        return self.done.total() - self.launched.total()
 
 
 def tally(rows: Iterable[Row]) -> Activity:
@@ -50,12 +70,11 @@ def tally(rows: Iterable[Row]) -> Activity:
     rows = list(rows)
     calls = [row for row in rows if not row.on_device]
     replays = {row.correlation for row in calls if row.name.startswith(GRAPH_LAUNCH)}
-    done = [row for row in rows if row.on_device]
-    # Else "Memcpy DtoH (Device -> Pageable)" or "Memset (Device)".
+    # A wait between streams is told as a row of the device.
+    done = [row for row in rows if row.on_device and not row.name.startswith(EVENTS)]
     return Activity(
-        kernels=Counter(row.name for row in done if not row.name.startswith(("Memcpy", "Memset"))),
+        done=Counter(row.name for row in done),
         launched=Counter(row.name for row in done if row.correlation not in replays),
-        copies=Counter(row.name.split()[1] for row in done if row.name.startswith("Memcpy")),
         graph_launches=len(replays),
         waits=Counter(row.name for row in calls if row.name in WAITS),
     )

@@ -137,6 +137,20 @@ def _on_cuda(effects: Effects, device: torch.device | str) -> Iterator[None]:
     effects.host_reads += waits_told(told, effects.activity)
 
 
+@contextmanager
+def waits_refused() -> Iterator[None]:
+    """Let every wait for a CUDA device that torch knows of raise, where it happens."""
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        # Torch calls this a prototype, once.
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
 def waits_told(told: Sequence[warnings.WarningMessage], activity: Activity) -> list[str]:
     """Host reads: what torch warned of, and copies to the host that it did not warn of."""
     lines = [

@@ -1,0 +1,102 @@
+"""On a GPU every replay is one launch of its graph, and no forward's plan waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fixtures.measured import Bench, bench, device_cost
+from fixtures.tables import find
+from fixtures.tables.budgets import BUCKET, DEVICE, FLASH_MLA, XQA, ZERO, Budget
+from harness.case import Mode
+from harness.effects import observe, waits_refused
+from harness.environment import environment
+from harness.graphs.cuda import CudaGraph
+from harness.record import Record, Verdict
+
+PLANNED = [mode for mode in Mode if mode is not Mode.IDLE]
+
+
+@pytest.mark.parametrize("budget", [pytest.param(row, id=row.id) for row in DEVICE.values()])
+def test_effects_of_a_replay(
+    budget: Budget, cuda: torch.device, record_trial: Callable[[Record], None]
+) -> None:
+    case = find(budget.case_id)
+    found = device_cost(Bench(budget.subject, case, cuda), BUCKET)
+    over = budget.over(found.counts)
+    exceeded = {name: pair for name, pair in over.items() if pair[0] > pair[1]}
+    lines = [f"{name}: counted {n}, the row says {m}" for name, (n, m) in over.items()]
+    where = ", ".join((*found.host_reads, *found.moved))
+    message = f"{budget.id} ({budget.why}): {'; '.join(lines)}; where: {where or 'nowhere'}"
+    record_trial(
+        Record(
+            case=f"effects-{case.id}",
+            subject=budget.subject,
+            family=case.family,
+            mode=case.mode,
+            execution=budget.execution,
+            device=str(cuda),
+            verdict=Verdict.OVER_BUDGET if exceeded else Verdict.PASSED,
+            message=message if over else "",
+            effects=dict.fromkeys(ZERO, 0) | found.counts,
+            environment=environment(str(cuda)),
+            reproduce=f"pytest '{__name__.replace('.', '/')}.py' -k '{budget.id}'",
+        )
+    )
+    if over:
+        pytest.fail(message, pytrace=False)
+
+
+@pytest.mark.parametrize("mode", PLANNED)
+@pytest.mark.parametrize("subject", [XQA, FLASH_MLA])
+@torch.no_grad()
+def test_no_plan_waits(subject: str, mode: Mode, cuda: torch.device) -> None:
+    planned = bench(subject, mode, cuda)
+    planned.backend.init_forward_metadata(planned.batch)
+    with waits_refused():
+        planned.backend.init_forward_metadata(planned.batch)
+    if mode is Mode.EXTEND:
+        return
+    runner = planned.captured(BUCKET)
+    with waits_refused():
+        runner.replay(planned.batch)
+
+
+def test_a_wait_is_told_with_its_line_and_a_graph_apart_from_launches(cuda: torch.device) -> None:
+    x = torch.arange(8.0, device=cuda)
+    graph = CudaGraph(cuda)
+    graph.warm_up(lambda: x * 2 + 1)
+    out = graph.capture(lambda: x * 2 + 1)
+    graph.replay()
+
+    def act() -> float:
+        graph.replay()
+        x.mul_(2)
+        return out[1].item()
+
+    with observe(cuda) as effects:
+        assert act() == 3
+    line = act.__code__.co_firstlineno + 3
+    assert effects.host_reads == [f"synchronisation at {__file__}:{line}"]
+    assert effects.activity.graph_launches == 1
+    assert effects.activity.replayed == 2
+    assert effects.activity.kernels.total() == 3
+    assert effects.activity.copies == {"DtoH": 1}
+    assert effects.bytes_allocated == 0
+
+
+def test_memory_that_a_region_takes_is_counted(cuda: torch.device) -> None:
+    with observe(cuda) as effects:
+        torch.zeros(1024, device=cuda)
+    assert effects.bytes_allocated == 4096
+    assert effects.host_reads == []
+    assert effects.activity.launched.total() == 1
+
+
+def test_a_refused_wait_raises_and_the_next_one_does_not(cuda: torch.device) -> None:
+    x = torch.ones(3, device=cuda)
+    with pytest.raises(RuntimeError, match="synchronizing"), waits_refused():
+        x.sum().item()
+    assert x.sum().item() == 3
