@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from fixtures.tables import find
 from harness.backends.base import PagedBackend
@@ -20,6 +21,7 @@ from harness.record import Verdict
 from harness.subject import SUBJECTS, Subject
 from harness.trial import run_trial
 from harness.upstream.batch import EagleDraftExtendInput, ForwardBatch
+from harness.upstream.pools import SWAKVPool
 
 EAGER, GRAPH = Execution.EAGER, Execution.GRAPH
 MHA, XQA, MLA = (
@@ -65,6 +67,23 @@ class UntranslatedWindowWrites(TRTLLMHAAttnBackend):
         super()._fill(batch)
         loc = self.forward_metadata.swa_out_cache_loc
         loc.copy_(batch.out_cache_loc[: len(loc)])
+
+
+class WindowWritesByTheMappingOfNow(TRTLLMHAAttnBackend):
+    def _write(self, k: Any, v: Any, layer: Any, batch: Any, metadata: Any) -> None:
+        pool = self.token_to_kv_pool
+        if isinstance(pool, SWAKVPool):
+            now = pool.translate_loc_from_full_to_swa(batch.out_cache_loc)
+            metadata = replace(metadata, swa_out_cache_loc=now[: metadata.geometry.num_tokens])
+        super()._write(k, v, layer, batch, metadata)
+
+
+class RowsCountedByBatchSize(TRTLLMHAAttnBackend):
+    def _fill(self, batch: ForwardBatch) -> None:
+        super()._fill(batch)
+        missing = batch.batch_size - len(batch.seq_lens)
+        lengths = pad(self.forward_metadata.cache_seqlens_int32, (0, missing), value=1)
+        self.forward_metadata = replace(self.forward_metadata, cache_seqlens_int32=lengths)
 
 
 class TableWithoutHeadroom(TRTLLMHAAttnBackend):
@@ -166,6 +185,8 @@ ROWS: tuple[tuple[Subject, type, str, Execution, Verdict, str], ...] = (
     (MHA, StaleTableTail, "mha-decode-page_edge_after", GRAPH, Verdict.BROKEN_INVARIANT, "live pages, expected zeros"),
     (MHA, UntranslatedWindowTable, "mha-decode-window_of_one_page", EAGER, Verdict.BROKEN_INVARIANT, "swa_page_table"),
     (MHA, UntranslatedWindowWrites, "mha-target_verify-window_of_one_page", EAGER, Verdict.BROKEN_INVARIANT, "swa.k0 slot"),
+    (MHA, WindowWritesByTheMappingOfNow, "mha-decode-window_bs5_interleaved", EAGER, Verdict.BROKEN_INVARIANT, "swa.k0 slot"),
+    (MHA, RowsCountedByBatchSize, "mha-draft_extend_v2-dp_padding_ahead_of_the_plan", EAGER, Verdict.ERROR, "rows"),
     (MHA, TableWithoutHeadroom, "mha-target_verify-context_edge_bs1", EAGER, Verdict.ERROR, "seq_lens = [196] is not accepted; accepted: <= 192"),
     (XQA, NoPackedMask, "mha-draft_extend_v2-bs2_ragged", EAGER, Verdict.ERROR, "packed_mask"),
     (XQA, Fp8QueryForXqa, "mha-target_verify-fp8_cache", EAGER, Verdict.ERROR, "q.dtype"),
