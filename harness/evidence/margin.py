@@ -1,0 +1,92 @@
+"""How much slower is still the same, and how much is surely slower: one row a metric."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from harness.errors import UsageError, rejected
+
+
+def checked(field: str, value: float, *, above: float = 0.0) -> float:
+    """``value`` as it came, refused unless it is a finite number greater than ``above``.
+
+    Raises:
+        UsageError: naming field, value and what would have been accepted.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= above:
+        raise UsageError(rejected(field, value, f"a finite number greater than {above:g}"))
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """A margin at one level, in log units of cost, and the largest number of valid blocks.
+
+    Args:
+        delta0: effects up to it count as none.
+        delta1: effects from it on must not be cleared.
+        n_max: blocks after which there is no more measuring.
+    """
+
+    delta0: float
+    delta1: float
+    n_max: int
+
+    def __post_init__(self) -> None:
+        # Zero is allowed: the simulation shows validity without any slack.
+        checked("delta0", self.delta0, above=-math.ulp(0))
+        checked("delta1", self.delta1, above=self.delta0)
+        checked("n_max", self.n_max)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Margin:
+    """A row of the margins table.
+
+    Args:
+        metric: its name in records.
+        unit: of a measurement and of ``floor``.
+        delta0, delta1: relative effects, 0.01 is one percent.
+        floor: absolute difference under which an effect counts as none, in ``unit``; 0 is none.
+        n_max_nightly, n_max_pr: most valid blocks a case may take; 0 where it does not run.
+        higher_is_better: whether a larger measurement is the good one.
+        gates: whether it is ruled on; otherwise it is only reported.
+    """
+
+    metric: str
+    unit: str
+    delta0: float = 0.0
+    delta1: float = 0.0
+    floor: float = 0.0
+    n_max_nightly: int = 0
+    n_max_pr: int = 0
+    higher_is_better: bool = False
+    gates: bool = True
+
+    def bounds(self, level: float, n_max: int) -> Bounds:
+        """Log bounds where the reference arm measures about ``level`` in ``unit``.
+
+        The floor may widen delta0; delta1 then keeps its distance. ``level`` must be known before
+        the first block, from a calibration or a warm-up: a margin that saw the data it judges
+        would void the error rates.
+
+        Raises:
+            UsageError: the metric is only reported, or the level is no positive number.
+        """
+        if not self.gates:
+            raise UsageError(rejected("metric", self.metric, "a metric that gates"))
+        least = math.log1p(self.floor / checked("level", level))
+        delta0, delta1 = math.log1p(self.delta0), math.log1p(self.delta1)
+        widened = max(delta0, least)
+        return Bounds(delta0=widened, delta1=delta1 + (widened - delta0), n_max=n_max)
+
+    def cost(self, ratio: float) -> float:
+        """Log effect of a ratio B / A, signed so that positive is worse."""
+        log = math.log(checked("ratio", ratio))
+        return -log if self.higher_is_better else log
+
+    def ratio(self, cost: float) -> float:
+        """Ratio B / A of a log effect, the inverse of ``cost``; infinite bounds stay bounds."""
+        return math.exp(-cost if self.higher_is_better else cost)

@@ -1,0 +1,25 @@
+"""What a benchmark may say about one metric of one case."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Ruling(StrEnum):
+    """The five answers; none of them is "passed because a retry passed"."""
+
+    REGRESSED = "regressed"
+    """The evidence against "at most delta0 slower" reached its threshold."""
+    OK = "ok"
+    """The evidence against "at least delta1 slower" reached its threshold."""
+    IMPROVED = "improved"
+    """The evidence against "at most delta0 faster" reached its threshold."""
+    INCONCLUSIVE = "inconclusive"
+    """The blocks ran out, or are still running, and nothing was shown."""
+    INVALID = "invalid"
+    """The measurement cannot be believed, whatever it says."""
+
+    @property
+    def is_red(self) -> bool:
+        """Whether a gate must fail on it: shown worse, or not measured."""
+        return self in (Ruling.REGRESSED, Ruling.INVALID)
