@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.activity import Activity, Row, tally
@@ -113,7 +113,7 @@ def _on_cpu(effects: Effects) -> Iterator[None]:
 
 
 @contextmanager
-def _on_cuda(effects: Effects, device: torch.device | str) -> Iterator[None]:
+def _on_cuda(effects: Effects, device: torch.device | str) -> Iterator[None]:  # pragma: no cover
     from torch.profiler import ProfilerActivity, profile
 
     stats = "allocated_bytes.all.allocated"
@@ -138,7 +138,7 @@ def _on_cuda(effects: Effects, device: torch.device | str) -> Iterator[None]:
 
 
 @contextmanager
-def waits_refused() -> Iterator[None]:
+def waits_refused() -> Iterator[None]:  # pragma: no cover
     """Let every wait for a CUDA device that torch knows of raise, where it happens."""
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -118,7 +118,7 @@ class CudaGraph:
     def _recorded(self, run: Callable[[], T]) -> T:
         self._graph.capture_begin(pool=self._pool, capture_error_mode=self._error_mode)
         try:
-            with _Refusals():
+            with _Refusals():  # type: ignore[no-untyped-call]
                 result = run()
         except BaseException:
             self._abandon()
@@ -152,8 +152,12 @@ class _Refusals(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if dispatched_read(func, args, kwargs) and any(
-            tensor.is_cuda for tensor in tensors_in((tuple(args), tuple(kwargs.values())))
-        ):
+        given = tensors_in((tuple(args), tuple(kwargs.values())))
+        if dispatched_read(func, args, kwargs) and on_cuda(given):
             raise CaptureViolation(f"{func} cannot be recorded; asked at {asking_line()}")
         return func(*args, **kwargs)
+
+
+def on_cuda(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether a GPU holds any of them: reading the others makes nobody wait."""
+    return any(tensor.is_cuda for tensor in tensors)
