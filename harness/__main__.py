@@ -89,7 +89,7 @@ def _judge(folder: Path, code: int) -> list[int]:
 def parser() -> argparse.ArgumentParser:
     """The command line: one subcommand a verb; what they do not know goes to pytest."""
     made = argparse.ArgumentParser(prog="specgate", description=__doc__)
-    names = "run | gpu | golden | report | limits"
+    names = "run | gpu | golden | report | limits | latency | wheels"
     verbs = made.add_subparsers(dest="verb", required=True, metavar=names)
     runs = verbs.add_parser("run", help="run every case on this machine, report and gate")
     runs.add_argument("--report", type=Path, default=Path("report"), metavar="DIR")
@@ -104,6 +104,9 @@ def parser() -> argparse.ArgumentParser:
     limits = verbs.add_parser("limits", help="ask the device's kernels for their limits")
     limits.add_argument("--device", default="cuda", metavar="NAME")
     limits.add_argument("--out", metavar="PAGE")
+    verbs.add_parser("latency", help="time metadata and attention on the GPU, print the table")
+    wheels = verbs.add_parser("wheels", help="extract what latency compares from sglang's wheels")
+    wheels.add_argument("--into", metavar="FOLDER")
     return made
 
 
@@ -121,8 +124,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return gpu(options.report, options.workers_per_gpu, args)
     if options.verb == "golden":
         return start("pytest", *GOLDENS, "-n0", f"--golden={options.mode}", *args)
+    if options.verb == "latency":
+        return start("pytest", *LATENCY, *CUDA, *args)
     if args:
         commands.error(f"unrecognized arguments: {' '.join(args)}")
+    if options.verb == "wheels":
+        into = ("--into", str(Path(options.into).absolute())) if options.into else ()
+        return start("harness.upstream.wheel", *into)
     out = ("--out", str(Path(options.out).absolute())) if options.out else ()
     if options.verb == "limits":
         return start("harness.limits", "--device", options.device, *out)
