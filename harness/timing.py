@@ -68,7 +68,7 @@ def span_clock(device: torch.device | str) -> Clock:
         region()
         end.record(stream)
         end.synchronize()
-        return 1e3 * start.elapsed_time(end)
+        return 1e3 * float(start.elapsed_time(end))
 
     return clock
 

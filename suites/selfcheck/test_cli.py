@@ -181,3 +181,18 @@ def test_interrupt_waits_for_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: Child())
     assert cli.start("pytest") == 2
+
+
+def test_latency_is_timed_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = started(monkeypatch, pytest=1)
+    assert cli.main(["latency", "-k", "512K"]) == 1
+    timed = ("pytest", "suites/latency", "-n0", "--device", "cuda", "-k", "512K")
+    assert stand_in.calls == [timed]
+
+
+def test_wheels_fill_the_folder_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stand_in = started(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["wheels"]) == cli.main(["wheels", "--into", "kept"]) == 0
+    module = "harness.upstream.wheel"
+    assert stand_in.calls == [(module,), (module, "--into", str(tmp_path / "kept"))]

@@ -7,11 +7,21 @@ from collections.abc import Callable
 from itertools import accumulate
 
 import pytest
+import torch
 
 from fixtures.latency import judged
 from fixtures.tables.latency import ATTENTION, LIMITS, LONG, OURS, PEER, POINTS, Limit
 from harness.errors import UsageError
-from harness.timing import Estimate, arm, finished_clock, host_clock, interleave, median, ratio
+from harness.timing import (
+    Estimate,
+    arm,
+    finished_clock,
+    host_clock,
+    interleave,
+    median,
+    ratio,
+    span_clock,
+)
 
 
 def ticks(*nanoseconds: int) -> Callable[[], int]:
@@ -30,6 +40,30 @@ def test_the_finished_clock_waits_behind_the_call_too() -> None:
     clock = finished_clock(lambda: seen.append("idle"), ticks(0, 2_000))
     assert clock(lambda: seen.append("call")) == 2.0
     assert seen == ["idle", "call", "idle"]
+
+
+def test_the_span_lies_around_the_second_of_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: str) -> None:
+            seen.append(f"event on {stream}")
+
+        def synchronize(self) -> None:
+            seen.append("wait")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 0.25 if end is not self else 0.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"{device}'s stream")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append("idle"))
+    assert span_clock("cuda:1")(lambda: seen.append("call")) == 250.0
+    event = "event on cuda:1's stream"
+    assert seen == ["idle", "call", event, "call", event, "wait"]
 
 
 def test_an_arm_divides_by_the_copies_it_runs() -> None:
