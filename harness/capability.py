@@ -2,9 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from harness.case import Case, Dtype, Family, KVDtype, Mode
+
+# Finite in every dtype of a cache, and far from what is drawn.
+LARGE = 400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """What a kernel does to numbers that a plain dense implementation does not.
+
+    Args:
+        budget_factor: times the error that a plain implementation is allowed.
+        rounds_query: whether it rounds the query to FP8 over an FP8 cache.
+        rounds_weights: whether it rounds softmax weights to FP8 over an FP8 cache.
+        spreads_nan: cache dtypes and modes in which it multiplies masked values by zero instead of
+            skipping them, so that a NaN in an unwritten slot of a live page spreads.
+        source: where it is seen.
+    """
+
+    budget_factor: float = 1.0
+    rounds_query: bool = False
+    rounds_weights: bool = False
+    spreads_nan: frozenset[KVDtype | Mode] = frozenset()
+    source: str = ""
+
+    def unread(self, case: Case) -> float:
+        """What slots hold that no query may see: NaN, or where that spreads, a large number."""
+        return LARGE if self.spreads_nan & {case.kv_dtype, case.mode} else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +58,7 @@ class Capability:
         block_table_multiple: block-table widths must be a multiple of
             ``block_table_multiple / page_size`` (trtllm-gen MLA: 128); 1 for no rule.
         compute_capabilities: (major, minor) of the GPUs it runs on, empty for any device.
+        numerics: of the real kernel; the reference in its place has plain ones.
         source: where the limits come from.
     """
 
@@ -49,6 +78,7 @@ class Capability:
     casts_query_to_kv_dtype: bool = False
     block_table_multiple: int = 1
     compute_capabilities: frozenset[tuple[int, int]] = frozenset()
+    numerics: Numerics = Numerics()
     source: str
 
 
@@ -75,6 +105,14 @@ XQA = Capability(
     max_window_q_len=1,
     needs_packed_mask=True,
     compute_capabilities=frozenset({(9, 0), (12, 0), (12, 1)}),
+    numerics=Numerics(
+        budget_factor=1.25,
+        rounds_query=True,
+        rounds_weights=True,
+        spreads_nan=frozenset({KVDtype.FP8}),
+        source="flashinfer 0.6.12, csrc/xqa: split keys leave 16-bit partial results; over an FP8 "
+        "cache mha_sm90.cu multiplies in FP8 and loads whole pages",
+    ),
     source="flashinfer 0.6.12, flashinfer/xqa.py; csrc/xqa/mha.cu holds 32 query heads of 256, and "
     "has no window for queries in front of the last",
 )
@@ -87,6 +125,7 @@ TRTLLM_GEN_MHA = Capability(
     kv_dtypes=HALF_KV,
     casts_query_to_kv_dtype=True,
     compute_capabilities=BLACKWELL,
+    numerics=Numerics(rounds_query=True),
     source="flashinfer 0.6.12, flashinfer/decode.py trtllm_batch_decode_with_kv_cache",
 )
 TRTLLM_GEN_MLA = Capability(
@@ -102,6 +141,7 @@ TRTLLM_GEN_MLA = Capability(
     casts_query_to_kv_dtype=True,
     block_table_multiple=128,
     compute_capabilities=BLACKWELL,
+    numerics=Numerics(rounds_query=True),
     source="flashinfer 0.6.12, flashinfer/mla.py trtllm_batch_decode_with_kv_cache_mla",
 )
 FLASH_MLA = Capability(
@@ -115,6 +155,10 @@ FLASH_MLA = Capability(
     sinks=False,
     max_group_size=128,
     compute_capabilities=frozenset({(9, 0)}),
+    numerics=Numerics(
+        spreads_nan=frozenset({Mode.DRAFT_EXTEND}),
+        source="sglang-kernel 0.4.4 on an H200: its padded queries see keys nobody wrote",
+    ),
     source="sglang-kernel 0.4.4, sgl_kernel/flash_mla.py",
 )
 

@@ -8,12 +8,14 @@ from functools import partial
 
 import torch
 
+from harness.capability import Numerics
 from harness.case import Case, Family, KVDtype, Mode
 from harness.dense import DenseRows, dense_rows
 from harness.inputs import Requests, World
 from harness.oracle import attend, low_precision_attend, quantize_dequantize
 
 Attend = Callable[..., torch.Tensor]
+PLAIN = Numerics()
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def expect(
     requests: Requests,
     *,
     fed_tokens: torch.Tensor | None = None,
-    casts_query: bool = False,
+    numerics: Numerics = PLAIN,
 ) -> Expected:
     """Judge a case from its dense problem alone.
 
@@ -60,12 +62,15 @@ def expect(
         requests: the batch to judge.
         fed_tokens: [bs, num_steps - 1] int64, what a multi-step draft really fed itself, so that
             one near-tie does not change everything after it; its choices are judged apart.
-        casts_query: whether the kernel is specified to take an FP8 query over an FP8 cache.
+        numerics: of the kernel; what it rounds is part of the question.
     """
     case = requests.case
-    problems = [_problem(world, requests, i, fed_tokens, casts_query) for i in range(case.bs)]
+    rounds_query = numerics.rounds_query
+    problems = [_problem(world, requests, i, fed_tokens, rounds_query) for i in range(case.bs)]
     dtype = getattr(torch, case.dtype)
-    plain = partial(low_precision_attend, dtype=dtype)
+    rounds_weights = numerics.rounds_weights and case.kv_dtype is KVDtype.FP8
+    weights_dtype = torch.float8_e4m3fn if rounds_weights else dtype
+    plain = partial(low_precision_attend, dtype=dtype, weights_dtype=weights_dtype)
     oracle = _answer(world, requests, problems, attend, torch.float64)
     reference = _answer(world, requests, problems, plain, dtype)
     new = [_tail(rows, n) for rows, n in zip(problems, case.q_lens, strict=True)]
@@ -88,7 +93,7 @@ def _problem(
     requests: Requests,
     i: int,
     fed_tokens: torch.Tensor | None,
-    casts_query: bool,
+    rounds_query: bool,
 ) -> DenseRows:
     case = requests.case
     new = requests.new_tokens[i] if fed_tokens is None else fed_tokens[i].cpu()
@@ -100,7 +105,7 @@ def _problem(
     # The latent of MLA is key and value at once, so it has the key's scale.
     v_scale = case.k_scale if case.family is Family.MLA else case.v_scale
     return DenseRows(
-        q=quantize_dequantize(rows.q, 1.0) if casts_query else rows.q,
+        q=quantize_dequantize(rows.q, 1.0) if rounds_query else rows.q,
         k=quantize_dequantize(rows.k, case.k_scale),
         v=quantize_dequantize(rows.v, v_scale),
     )

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from harness.capability import Numerics
 from harness.case import Case, Execution, Family, Mode
 from harness.compare import Comparison, compare
 from harness.expectation import Expected, expect
@@ -23,16 +24,16 @@ from harness.upstream.pools import MLATokenToKVPool, SWAKVPool
 TOPK_P_ERROR = 1e-6
 
 
-def judge(performance: Performance, execution: Execution, *, casts_query: bool) -> list[Comparison]:
+def judge(performance: Performance, execution: Execution, numerics: Numerics) -> list[Comparison]:
     """Every comparison of a performance, invariants first: they name the cause."""
     stage = performance.stage
     world, requests, case = stage.world, stage.world.batches[0], stage.case
     fed = None
     if isinstance(performance.output, DraftOutput):
         fed = performance.output.draft_tokens[:, :-1]
-    expected = expect(world, requests, fed_tokens=fed, casts_query=casts_query)
+    expected = expect(world, requests, fed_tokens=fed, numerics=numerics)
     found = [_broken(line) for line in _violations(performance, execution)]
-    found += _numbers(performance, requests, expected)
+    found += _numbers(performance, requests, expected, numerics.budget_factor)
     found += _cache(stage, requests, expected)
     if isinstance(performance.output, DraftOutput):
         found.append(_draft_tokens(performance.output, requests, expected))
@@ -48,7 +49,7 @@ def _broken(line: str) -> Comparison:
 
 
 def _numbers(
-    performance: Performance, requests: Requests, expected: Expected
+    performance: Performance, requests: Requests, expected: Expected, factor: float
 ) -> Iterable[Comparison]:
     case, output = requests.case, performance.output
     hidden, logits = output.hidden_states, output.next_token_logits
@@ -59,7 +60,7 @@ def _numbers(
         ("hidden_states", hidden, oracle.hidden_states, reference.hidden_states),
         ("logits", logits, oracle.logits, reference.logits),
     ):
-        allowed = budget(name, case.dtype, case.kv_dtype)
+        allowed = budget(name, case.dtype, case.kv_dtype).times(factor)
         yield compare(name, obtained, due, plain, allowed, _rows(requests))
 
 

@@ -45,7 +45,8 @@ def perform(
     subject: Subject, world: World, execution: Execution, device: torch.device | str = "cpu"
 ) -> Performance:
     """Run the first batch of a world; its other batches are replayed before and after it."""
-    stage = set_stage(world, device)
+    unread = subject.numerics(device).unread(world.batches[0].case)
+    stage = set_stage(world, device, unread)
     rig = build(subject, stage)
     with torch.no_grad():
         run = _replayed if execution is Execution.GRAPH else _eager

@@ -75,8 +75,14 @@ def _swa_parts(pool: SWAKVPool) -> dict[str, MHATokenToKVPool]:
     return {"full.": pool.full_pool, "swa.": pool.swa_pool}
 
 
-def set_stage(world: World, device: torch.device | str = "cpu") -> Stage:
-    """Allocate the pools, poison them, and write the request table and the history."""
+def set_stage(world: World, device: torch.device | str = "cpu", unread: float = torch.nan) -> Stage:
+    """Allocate the pools, poison them, and write the request table and the history.
+
+    Args:
+        world: what to set up.
+        device: where.
+        unread: what slots hold that no query may see.
+    """
     device = torch.device(device)
     case = world.batches[0].case
     table = ReqToTokenPool(world.req_pool_size, case.max_total_len + case.page_size, device)
@@ -88,7 +94,7 @@ def set_stage(world: World, device: torch.device | str = "cpu") -> Stage:
     )
     stage = Stage(world, table, _kv_pool(world, device), device)
     for name, buffer in stage.buffers().items():
-        unowned, padding = torch.full((), torch.nan), torch.full((), PADDING_VALUE)
+        unowned, padding = torch.full((), unread), torch.full((), PADDING_VALUE)
         if world.watched:
             unowned, padding = (mark_row(world, name, mark) for mark in (UNOWNED, PADDING))
         buffer.copy_(unowned.to(buffer.dtype).expand_as(buffer))

@@ -23,7 +23,7 @@ from harness.backends.unoptimized import (
     KVIndicesMLAMultiStepDraftBackend,
     VerifyFixUpMHABackend,
 )
-from harness.capability import CAPABILITIES, Capability, refusal
+from harness.capability import CAPABILITIES, Capability, Numerics, refusal
 from harness.case import Case, Execution, Family, Mode
 from harness.engine.draft import multi_step_draft
 from harness.engine.models.probe import ProbeModel
@@ -88,6 +88,12 @@ class Subject:
     def capability(self) -> Capability:
         """What the subject's kernel accepts."""
         return CAPABILITIES[self.family, self.kernel]
+
+    def numerics(self, device: torch.device | str) -> Numerics:
+        """Of the real kernel, or of the reference in its place, which rounds what it is told to."""
+        if real_kernel(self, device) is not None:
+            return self.capability.numerics
+        return Numerics(rounds_query=self.capability.casts_query_to_kv_dtype)
 
     def refusal(
         self, case: Case, execution: Execution, device: torch.device | str = "cpu"
@@ -175,16 +181,23 @@ class Rig:
     forward: Forward
 
 
+def real_kernel(
+    subject: Subject, device: torch.device | str
+) -> Callable[[torch.device | str], Provider] | None:
+    """What makes the subject's kernel on this device; None where the reference stands in."""
+    if torch.device(device).type == "cpu":
+        return None
+    return KERNELS.get((subject.family, subject.kernel))
+
+
 def new_provider(subject: Subject, device: torch.device | str) -> Provider:
     """The subject's kernel; on a CPU the reference kernel, as strict as that one.
 
     Raises:
         UsageError: the kernel's package is missing, or the device cannot run it.
     """
-    kernel = KERNELS.get((subject.family, subject.kernel))
-    if kernel is None or torch.device(device).type == "cpu":
-        return TorchPaged(subject.capability)
-    return kernel(device)
+    kernel = real_kernel(subject, device)
+    return TorchPaged(subject.capability) if kernel is None else kernel(device)
 
 
 def new_graph(device: torch.device | str) -> GraphFactory:

@@ -9,7 +9,7 @@ long one. ``suites/selfcheck/test_calibration.py`` shows which faults these budg
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.case import Dtype, KVDtype
 from harness.errors import UsageError, rejected
@@ -30,6 +30,11 @@ class Budget:
     factor: float = 2.0
     mean_factor: float = 1.5
     why: str
+
+    def times(self, factor: float) -> Budget:
+        """The budget of a kernel whose roundings a plain implementation does not have."""
+        factors = (self.factor * factor, self.mean_factor * factor)
+        return replace(self, floor=self.floor * factor, factor=factors[0], mean_factor=factors[1])
 
 
 ONE_ROUNDING = "one rounding of every element to the dtype"

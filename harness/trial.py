@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from harness.case import Case, Execution, KVDtype
+from harness.case import Case, Execution
 from harness.cause import keys_read
 from harness.compare import Comparison
 from harness.environment import environment
@@ -35,10 +35,9 @@ def run_trial(
     if reason is not None:
         return _record(case, subject, execution, device, Verdict.REFUSED, reason)
     others = company(case) if execution is Execution.GRAPH else ()
-    casts_query = subject.capability.casts_query_to_kv_dtype and case.kv_dtype is KVDtype.FP8
     try:
         performance = perform(subject, make_world(case, *others), execution, device)
-        found = judge(performance, execution, casts_query=casts_query)
+        found = judge(performance, execution, subject.numerics(device))
         bad = [comparison for comparison in found if not comparison.passed]
         lines = [comparison.message for comparison in bad[:3]]
         if bad and bad[0].verdict in UNEXPLAINED:

@@ -50,16 +50,20 @@ def low_precision_attend(
     sinks: torch.Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    weights_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The same as a plain dense implementation at ``dtype`` computes it; the measure of budgets.
 
     Inputs and probabilities are rounded to ``dtype``; products accumulate in float32. A tensor
     that is FP8 already is taken as it lies in a cache: its exact values times ``k_scale`` or
-    ``v_scale``. Arguments, shapes and errors are those of ``attend``.
+    ``v_scale``. Probabilities are rounded to ``weights_dtype`` instead where that is given, as
+    kernels do that multiply them by an FP8 cache. Arguments, shapes and errors are those of
+    ``attend``.
     """
     _check(q, k, v, prefix_len)
     q, k, v = (t.float() if t.itemsize == 1 else t.to(dtype).float() for t in (q, k, v))
-    out = _blockwise(q, k, v, prefix_len, scale * k_scale, window_left, sinks, dtype)
+    rounded = weights_dtype or dtype
+    out = _blockwise(q, k, v, prefix_len, scale * k_scale, window_left, sinks, rounded)
     return (out * v_scale).to(dtype)
 
 
@@ -107,10 +111,18 @@ def _blockwise(
         if window_left >= 0:
             seen &= key >= own - window_left
         weights = _softmax(block, k[first:last], seen, scale, sinks)
-        weights = weights.to(probability_dtype).to(v.dtype)
+        weights = _rounded(weights, probability_dtype).to(v.dtype)
         out = torch.einsum("hgnl,lhd->nhgd", weights, v[first:last])
         blocks.append(out.flatten(1, 2))
     return torch.cat(blocks)
+
+
+def _rounded(weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Probabilities at a dtype; in FP8 the largest of a row becomes the largest number there is."""
+    if dtype.itemsize > 1:
+        return weights.to(dtype)
+    peak = weights.amax(-1, keepdim=True)
+    return quantize_dequantize(weights / peak, 1 / torch.finfo(dtype).max) * peak
 
 
 def _softmax(
