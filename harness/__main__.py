@@ -1,4 +1,4 @@
-"""``specgate run | gpu | golden | report | limits | latency | wheels``: short for what pytest and the gates do.
+"""``specgate VERB``: short names for what pytest, the gates and a few modules do.
 
 Nothing is imported from them: the harness knows neither, it starts them as a user would.
 """
