@@ -2,9 +2,12 @@
 
 Within a block the coin swaps the arms, so that ``d - theta`` is as likely ``w`` as ``-w`` whatever
 the machine did: no assumption on noise, drift or tails. Against "theta <= m" he multiplies his
-money by ``2 / (1 + exp(-2 rate (d - m)))``, whose mean is at most 1 then, with a rate known before the
-block. By Ville's inequality he ever owns 100 with probability at most 1 %, so one may look after
-every block. No factor exceeds 2: n blocks show at most 2 ** n.
+money by ``1 + STAKE * tanh(rate * (d - m))``, whose mean is at most 1 then, with a rate known before
+the block. By Ville's inequality he ever owns 100 with probability at most 1 %, so one may look
+after every block. n blocks show at most (1 + STAKE) ** n: 5 for 20, 8 for 100, 9 for 200.
+
+With a stake of 1 the factor is ``2 / (1 + exp(-2 rate (d - m)))``; one spike then takes everything,
+and a 3 % slowdown is found in 78 instead of 92 % of the simulated sessions with spikes.
 
 Sources: randomisation e-processes, arXiv 2512.04366; Ville 1939.
 """
@@ -20,6 +23,8 @@ Array = NDArray[np.float64]
 
 RATES = (0.5, 1.0, 2.0, 4.0)
 """Bets, in units of 1 / scale; the gambler splits his money evenly between them."""
+STAKE = 0.85
+"""Part of his money the gambler puts at risk: a spike of any size costs a factor of 1 - STAKE."""
 DEFAULT_SCALE = 0.01
 """Scale of the effects where no A/A calibration gave one: 1 %."""
 CALIBRATED_BLOCKS = 3
@@ -63,9 +68,8 @@ def log_e(excess: Array, scale: Array) -> Array:
         scale: [..., n], from ``scales``: it must not depend on the margin or on later blocks.
 
     Returns:
-        [..., n], at most n ln 2.
+        [..., n], at most n ln(1 + STAKE).
     """
     bets = np.array(RATES).reshape(-1, *[1] * excess.ndim) * (excess / scale)
-    factors = np.log(2.0) - np.logaddexp(0.0, -2.0 * bets)
-    money = np.cumsum(factors, axis=-1)
+    money = np.cumsum(np.log1p(STAKE * np.tanh(bets)), axis=-1)
     return np.asarray(np.logaddexp.reduce(money, axis=0) - np.log(len(RATES)))

@@ -103,6 +103,9 @@ def effects(
     """Effects of sessions of ``n_max`` blocks, [sessions, n_max], drawn trial by trial.
 
     Args:
+        scene: its row.
+        sessions: how many.
+        random: source of noise and coins.
         coin: whether the order is drawn; otherwise always the design's first.
     """
     places = len(scene.design.orders[0])
