@@ -1,4 +1,4 @@
-"""Why numbers are wrong: which keys each query read, and which it should have read."""
+"""Why numbers are wrong: positions that keys were rotated for, or keys that queries read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from harness.case import Case, Execution, Inputs
+from harness.case import Case, Execution, Inputs, KVDtype
+from harness.dense import dense_rows
+from harness.judgement import stored
 from harness.performance import Performance, company, perform
 from harness.subject import Subject
 from harness.upstream.batch import DraftOutput
@@ -25,6 +27,9 @@ from harness.watched import (
 )
 
 PASSES = 8
+SHIFTS = (0, -1, 1, -2, 2)
+# Relative error that an FP8 cache stays below, and that the next position's rotation exceeds.
+ROTATED = 0.05
 ELSEWHERE = {
     PADDING: "the padding page",
     UNOWNED: "slots that hold nothing yet",
@@ -43,6 +48,41 @@ class Sight:
 
     keys: set[tuple[int, int]] = field(default_factory=set)
     elsewhere: set[str] = field(default_factory=set)
+
+
+def explain(
+    case: Case,
+    subject: Subject,
+    execution: Execution,
+    device: torch.device | str,
+    performance: Performance,
+) -> str:
+    """One line: what the cache tells, or else what the case tells when it runs once more."""
+    return rotation(performance) or keys_read(case, subject, execution, device)
+
+
+def rotation(performance: Performance) -> str:
+    """The first request whose new keys were rotated for other positions; empty if none was."""
+    stage, output = performance.stage, performance.output
+    case, requests = stage.case, stage.world.batches[0]
+    for i, slots in enumerate(requests.new_slots):
+        tokens = requests.new_tokens[i]
+        if isinstance(output, DraftOutput):
+            tokens = output.draft_tokens[i, :-1].cpu()
+        keys = stored(stage, 0, torch.tensor(slots))[0].cpu().double().flatten(1)
+        if case.kv_dtype is KVDtype.FP8:
+            keys *= case.k_scale
+        positions = torch.arange(case.prefix_lens[i], case.total_lens[i])
+        errors = []
+        for shift in SHIFTS:
+            due = dense_rows(stage.world.weights, case, tokens, positions + shift, queries=0).k[0]
+            errors.append(float((keys - due.flatten(1)).norm() / due.norm()))
+        nearest = min(range(len(SHIFTS)), key=errors.__getitem__)
+        if nearest and errors[nearest] < ROTATED < errors[0]:
+            shift = SHIFTS[nearest]
+            size = "large" if shift > 0 else "small"
+            return f"keys of request {i} were rotated for positions {abs(shift)} too {size}"
+    return ""
 
 
 def keys_read(

@@ -81,18 +81,18 @@ def _cache(stage: Stage, requests: Requests, expected: Expected) -> Iterable[Com
     allowed = budget("kv_cache", case.dtype, case.kv_dtype)
     dtype = getattr(torch, case.dtype)
     for layer in range(case.num_layers):
-        keys, values = _stored(stage, layer, slots)
+        keys, values = stored(stage, layer, slots)
         pairs = [("key", keys, expected.keys, case.k_scale)]
         if values is not None:
             pairs.append(("value", values, expected.values, case.v_scale))
-        for name, stored, due, scale in pairs:
-            if stored.element_size() == 1:
-                stored = (stored.to(torch.float32) * scale).to(dtype)
+        for name, obtained, due, scale in pairs:
+            if obtained.element_size() == 1:
+                obtained = (obtained.to(torch.float32) * scale).to(dtype)
             what = f"kv_cache.{name}{layer}"
             rounded = due[layer].to(dtype)
             yield compare(
                 what,
-                stored.flatten(1),
+                obtained.flatten(1),
                 due[layer].flatten(1),
                 rounded.flatten(1),
                 allowed,
@@ -100,9 +100,10 @@ def _cache(stage: Stage, requests: Requests, expected: Expected) -> Iterable[Com
             )
 
 
-def _stored(
+def stored(
     stage: Stage, layer: int, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Keys and values of a layer as they lie in the cache, at slots [n] of the full pool."""
     pool = stage.token_to_kv_pool
     if isinstance(pool, MLATokenToKVPool):
         return pool.kv_buffer[layer][slots], None

@@ -7,7 +7,7 @@ import time
 import torch
 
 from harness.case import Case, Execution
-from harness.cause import keys_read
+from harness.cause import explain
 from harness.compare import Comparison
 from harness.environment import environment
 from harness.errors import SpecgateError
@@ -41,7 +41,7 @@ def run_trial(
         bad = [comparison for comparison in found if not comparison.passed]
         lines = [comparison.message for comparison in bad[:3]]
         if bad and bad[0].verdict in UNEXPLAINED:
-            lines.insert(0, keys_read(case, subject, execution, device))
+            lines.insert(0, explain(case, subject, execution, device, performance))
     except (
         SpecgateError,
         RuntimeError,

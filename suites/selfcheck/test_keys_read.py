@@ -1,4 +1,4 @@
-"""A defect of masks, lengths or tables is reported by the keys that were read instead."""
+"""Defects of masks, lengths, tables or positions are reported by the keys read or stored instead."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fixtures.tables import find
 from harness.backends.mla import TRTLLMMLABackend
 from harness.case import Case, Execution, Inputs
 from harness.cause import keys_read
+from harness.engine.models.probe import ProbeModel
 from harness.performance import company
 from harness.subject import SUBJECTS, Subject
 from harness.trial import run_trial
@@ -106,6 +107,27 @@ def test_keys_of_a_batch_that_ran_before_are_named() -> None:
 
     broken = replace(MHA, backend=seeing(MHA.backend, stale))
     assert "6 keys missed, keys of another batch" in keys_read(case, broken, GRAPH)
+
+
+@pytest.mark.parametrize("execution", Execution)
+@pytest.mark.parametrize("shift", [1, -2])
+@pytest.mark.parametrize(
+    "case_id",
+    [
+        "mha-draft_extend_v2-fp8_cache",
+        "mla-target_verify-bs2_ragged",
+        "mha-decode-window_of_one_page",
+    ],
+)
+def test_keys_rotated_for_other_positions_are_named(
+    case_id: str, shift: int, execution: Execution, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = ProbeModel.forward
+    monkeypatch.setattr(ProbeModel, "forward", lambda m, ids, at, b: forward(m, ids, at + shift, b))
+    case = find(case_id)
+    record = run_trial(case, MLA if case.family == "mla" else MHA, execution)
+    size = "2 too small" if shift < 0 else "1 too large"
+    assert record.message.startswith(f"keys of request 0 were rotated for positions {size}")
 
 
 @pytest.mark.parametrize("execution", Execution)
