@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from harness.backends.round_plan import RoundPlan
 from harness.case import Family
 from harness.engine.allocation import SlotTable
 from harness.engine.generate import Engine
@@ -120,16 +121,26 @@ class Rigging:
 
     def _phases(self, spec: Speculation) -> EaglePhases:
         pair, subject, pool = self._pair, self._subject, self.draft_pool
-        target = model_phase(pair.target, self._backend(subject.backend, self.target_pool))
+        shared = self._round_plan(spec)
+        target = model_phase(pair.target, self._backend(subject.backend, self.target_pool, shared))
         draft = None
         if spec.num_steps > 1:
-            draft = draft_phase(pair.draft, self._backend(subject.draft_backend, pool))
+            draft = draft_phase(pair.draft, self._backend(subject.draft_backend, pool, shared))
         return EaglePhases(
             target_extend=target,
             target_verify=target,
             draft_prefill=model_phase(pair.draft, self._backend(subject.backend, pool)),
             draft=draft,
-            draft_extend=model_phase(pair.draft, self._backend(subject.backend, pool)),
+            draft_extend=model_phase(pair.draft, self._backend(subject.backend, pool, shared)),
+        )
+
+    def _round_plan(self, spec: Speculation) -> RoundPlan | None:
+        """What captured phases of a v2 round share; v1 extends by what was accepted."""
+        shares = spec.version is Version.V2 and spec.num_steps > 1 and self._room.capture_bs
+        if not shares or not self._subject.backend.shares_rounds:
+            return None
+        return RoundPlan(
+            speculative_num_steps=spec.num_steps, num_draft_tokens=spec.num_draft_tokens
         )
 
     def _captured(self, phases: EaglePhases, spec: Speculation) -> EaglePhases:
@@ -147,7 +158,7 @@ class Rigging:
             draft_extend=self._replayed(*extend, mode, width),
         )
 
-    def _backend(self, kind: Any, pool: KVPool) -> Any:
+    def _backend(self, kind: Any, pool: KVPool, shared: RoundPlan | None = None) -> Any:
         spec = self._speculation
         return kind(
             provider=new_provider(self._subject, self._device),
@@ -157,6 +168,7 @@ class Rigging:
             num_draft_tokens=spec.num_draft_tokens if spec else 0,
             speculative_num_steps=spec.num_steps if spec else 0,
             device=self._device,
+            round_plan=shared,
         )
 
     def _replayed(

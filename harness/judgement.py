@@ -141,6 +141,8 @@ def _violations(performance: Performance, execution: Execution) -> list[str]:
     swa_pages = None if mapping is None else [[mapping[p] for p in own] for own in pages]
     for step, plan in enumerate(performance.plans):
         prefix_lens, q_lens = planned_lens(case, step, performance.bucket, execution)
+        is_replayed_draft = case.mode is Mode.MULTI_STEP_DRAFT and execution is Execution.GRAPH
+        later_steps = len(performance.plans) - 1 - step if is_replayed_draft else 0
         found += check_metadata(
             plan,
             prefix_lens=prefix_lens,
@@ -150,6 +152,7 @@ def _violations(performance: Performance, execution: Execution) -> list[str]:
             num_pages=stage.world.num_pages,
             swa_pages=swa_pages,
             num_swa_pages=stage.world.num_swa_pages,
+            table_headroom=later_steps,
             packed_q_lens=[*case.q_lens, *[1] * (performance.bucket - case.bs)]
             if case.mode is Mode.DRAFT_EXTEND
             else None,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from harness.backends.buckets import Buckets
-from harness.backends.geometry import Planner, check_stride, query_lens
-from harness.backends.metadata import Metadata, MetadataWriter
+from harness.backends.buckets import Buckets, Place
+from harness.backends.geometry import Geometry, Planner, check_stride, query_lens
+from harness.backends.metadata import Metadata
+from harness.backends.round_plan import VERIFY, RoundPlan
+from harness.backends.writer import MetadataWriter, Source
 from harness.errors import CapacityError, ContractError, rejected
 from harness.providers.base import Provider
 from harness.providers.strictness import FP8
@@ -30,6 +32,7 @@ class PagedBackend(AttentionBackend):
         skip_prefill: whether this backend serves draft steps only.
         device: of every buffer.
         speculative_step_id: i for step i of a multi-step draft, whose keys are seq_lens + i + 1.
+        round_plan: what graphs of one round's phases share, None for metadata of their own.
 
     Raises:
         CapacityError: the request-to-token table is narrower than a context and a draft round.
@@ -37,6 +40,7 @@ class PagedBackend(AttentionBackend):
     """
 
     needs_cpu_seq_lens = False
+    shares_rounds = True
     padded_modes: frozenset[ForwardMode] = frozenset()
 
     def __init__(
@@ -51,6 +55,7 @@ class PagedBackend(AttentionBackend):
         skip_prefill: bool = False,
         device: torch.device | str = "cpu",
         speculative_step_id: int | None = None,
+        round_plan: RoundPlan | None = None,
     ) -> None:
         table = req_to_token_pool.req_to_token
         if table.dtype != torch.int32:
@@ -72,14 +77,15 @@ class PagedBackend(AttentionBackend):
             padded_modes=self.padded_modes,
         )
         self.forward_metadata: Metadata | None = None
-        self._writer = MetadataWriter(
+        self.writer = MetadataWriter(
             table,
             page_size=token_to_kv_pool.page_size,
             width=self._table_width(),
             swa_pool=self._swa_pool,
             needs_packed_mask=provider.capability.needs_packed_mask,
         )
-        self._buckets = Buckets(self._writer, self.padded_modes)
+        self._buckets = Buckets(self.writer, self.padded_modes)
+        self._round_plan = round_plan
 
     @property
     def _swa_pool(self) -> SWAKVPool | None:
@@ -98,7 +104,7 @@ class PagedBackend(AttentionBackend):
             return
         self._check(batch)
         geometry = self._planner.geometry(batch, in_capture=False)
-        self.forward_metadata = self._writer.allocate(geometry)
+        self.forward_metadata = self.writer.sheet(geometry).cut(geometry)
         self._fill(batch)
 
     def init_forward_metadata_out_graph(
@@ -119,26 +125,55 @@ class PagedBackend(AttentionBackend):
         metadata = self._buckets.find(batch.forward_mode, batch.seq_lens.shape[0])
         check_stride(batch, metadata.geometry)
         self.forward_metadata = metadata
+        if self._round_plan is None or not batch.forward_mode.is_target_verify():
+            return
+        if in_capture:
+            # No draft has filled it yet, and the warm-up reads it.
+            self._fill(batch)
+        else:
+            self._round_plan.announce(VERIFY, metadata.geometry.bs)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """Fill the chosen metadata in place."""
-        if not batch.forward_mode.is_idle():
+        """Fill the chosen metadata in place, as far as the round's draft has not."""
+        if batch.forward_mode.is_idle():
+            return
+        phase = self._round_plan and self._round_plan.phase(batch.forward_mode)
+        if phase is None:
             self._fill(batch)
+        elif not batch.forward_mode.is_target_verify():
+            self._fill(batch, table=False)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the buffers that captured graphs read slices of."""
         self._buckets.allocate(max_bs, max_num_tokens)
+        plan = self._round_plan
+        for mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2):
+            phase = plan and plan.phase(mode)
+            if plan is not None and phase is not None:
+                # The extend's lengths are those of the verify, counted from where that started.
+                covers = plan.covers - (0 if mode.is_target_verify() else plan.num_draft_tokens)
+                largest = Geometry(
+                    forward_mode=mode,
+                    bs=max_bs,
+                    num_tokens=max_bs * plan.num_draft_tokens,
+                    max_q_len=plan.num_draft_tokens,
+                )
+                self.settle(mode, Place(plan.allocate(self.writer, max_bs), largest, phase, covers))
 
-    def _fill(self, batch: ForwardBatch) -> None:
-        metadata = self._planned(batch)
+    def settle(self, mode: ForwardMode, place: Place) -> None:
+        """Plan graphs of a mode to come in a place that others share."""
+        self._buckets.settle(mode, place)
+
+    def _fill(self, batch: ForwardBatch, *, table: bool = True) -> None:
+        metadata = self.planned(batch)
         bs = metadata.geometry.bs
-        self._writer.fill(
-            metadata,
+        source = Source(
             req_pool_indices=batch.req_pool_indices[:bs],
             seq_lens=batch.seq_lens[:bs],
             query_lens=query_lens(batch)[:bs] if metadata.geometry.is_ragged else None,
             out_cache_loc=batch.out_cache_loc,
         )
+        self.writer.fill((metadata,), source, table=table)
 
     def _check(self, batch: ForwardBatch) -> None:
         for field in ("seq_lens", "req_pool_indices", "out_cache_loc"):
@@ -149,7 +184,12 @@ class PagedBackend(AttentionBackend):
             if longest > self.max_total_len:
                 raise CapacityError(rejected("seq_lens", longest, f"<= {self.max_total_len}"))
 
-    def _planned(self, batch: ForwardBatch) -> Metadata:
+    def planned(self, batch: ForwardBatch) -> Metadata:
+        """The metadata chosen for this forward.
+
+        Raises:
+            ContractError: none, or another mode's.
+        """
         metadata = self.forward_metadata
         planned = None if metadata is None else metadata.geometry.forward_mode
         if metadata is None or planned is not batch.forward_mode:

@@ -1,9 +1,12 @@
-"""Metadata of captured graphs: buffers a phase, and the slice of them each bucket was given."""
+"""Metadata of captured graphs: a place a phase, and the slice of it each bucket was given."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from harness.backends.geometry import Geometry
-from harness.backends.metadata import Metadata, MetadataWriter
+from harness.backends.metadata import Metadata, Sheet
+from harness.backends.writer import MetadataWriter
 from harness.errors import CapacityError, ContractError, rejected
 from harness.upstream.batch import ForwardMode
 
@@ -13,6 +16,23 @@ CAPTURED_MODES = (
     ForwardMode.DRAFT_EXTEND,
     ForwardMode.DRAFT_EXTEND_V2,
 )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a mode is planned: a phase of a sheet.
+
+    Args:
+        sheet: the memory.
+        largest: what it was made for.
+        phase: which of the sheet's phases.
+        covers: keys beyond ``seq_lens`` that the sheet's table holds, None for the mode's own.
+    """
+
+    sheet: Sheet
+    largest: Geometry
+    phase: int = 0
+    covers: int | None = None
 
 
 class Buckets:
@@ -26,7 +46,7 @@ class Buckets:
     def __init__(self, writer: MetadataWriter, padded_modes: frozenset[ForwardMode]) -> None:
         self._writer = writer
         self._padded_modes = padded_modes
-        self._buffers: dict[ForwardMode, Metadata] = {}
+        self._places: dict[ForwardMode, Place] = {}
         self._captured: dict[tuple[ForwardMode, int], Metadata] = {}
 
     def allocate(self, max_bs: int, max_num_tokens: int) -> None:
@@ -37,8 +57,8 @@ class Buckets:
         keeps the old.
         """
         for mode in CAPTURED_MODES:
-            held = self._buffers.get(mode)
-            bs, tokens = (held.geometry.bs, held.geometry.num_tokens) if held else (0, 0)
+            held = self._places.get(mode)
+            bs, tokens = (held.largest.bs, held.largest.num_tokens) if held else (0, 0)
             if bs < max_bs or tokens < max_num_tokens:
                 largest = Geometry(
                     forward_mode=mode,
@@ -47,7 +67,11 @@ class Buckets:
                     max_q_len=-(-max(tokens, max_num_tokens) // max(bs, max_bs)),
                     pads_queries=mode in self._padded_modes,
                 )
-                self._buffers[mode] = self._writer.allocate(largest)
+                self._places[mode] = Place(self._writer.sheet(largest), largest)
+
+    def settle(self, mode: ForwardMode, place: Place) -> None:
+        """Plan captures to come of a mode in a place that others share."""
+        self._places[mode] = place
 
     def capture(self, geometry: Geometry) -> None:
         """Slice the buffers for a bucket.
@@ -57,18 +81,18 @@ class Buckets:
             CapacityError: the bucket is larger than the buffers.
         """
         mode = geometry.forward_mode
-        if mode not in self._buffers:
-            modes = [
-                mode.name for mode in self._buffers
-            ] or "none: call init_cuda_graph_state first"
+        if mode not in self._places:
+            modes = [mode.name for mode in self._places] or "none: call init_cuda_graph_state first"
             raise ContractError(rejected("captured mode", mode.name, modes))
-        buffers = self._buffers[mode]
+        place = self._places[mode]
         for field in ("bs", "num_tokens"):
-            value, limit = getattr(geometry, field), getattr(buffers.geometry, field)
+            value, limit = getattr(geometry, field), getattr(place.largest, field)
             if value > limit:
                 accepted = f"<= {limit}, as init_cuda_graph_state was told"
                 raise CapacityError(rejected(field, value, accepted))
-        self._captured[mode, geometry.bs] = self._writer.cut(buffers, geometry)
+        if place.covers is not None:
+            geometry = replace(geometry, table_headroom=place.covers - geometry.kv_offset)
+        self._captured[mode, geometry.bs] = place.sheet.cut(geometry, place.phase)
 
     def find(self, mode: ForwardMode, bs: int) -> Metadata:
         """The metadata a bucket was captured on.

@@ -27,6 +27,8 @@ class Geometry:
         is_ragged: whether query lengths differ by request.
         pads_queries: whether ragged queries are padded to max_q_len for a uniform kernel.
         kv_offset: keys a request sees beyond ``seq_lens``.
+        table_headroom: keys beyond those whose pages the page table holds too, because a later
+            phase reads the same table.
     """
 
     forward_mode: ForwardMode
@@ -36,6 +38,12 @@ class Geometry:
     is_ragged: bool = False
     pads_queries: bool = False
     kv_offset: int = 0
+    table_headroom: int = 0
+
+    @property
+    def table_offset(self) -> int:
+        """Keys beyond ``seq_lens`` that the page table covers."""
+        return self.kv_offset + self.table_headroom
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ class TRTLLMHAAttnBackend(PagedBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Attention of every planned query row; rows of padding behind them come out zero."""
-        metadata = self._planned(batch)
+        metadata = self.planned(batch)
         if save_kv_cache:
             self._write(k, v, layer, batch, metadata)
         tokens = metadata.geometry.num_tokens

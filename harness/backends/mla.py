@@ -64,7 +64,7 @@ class TRTLLMMLABackend(PagedBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Attention of every planned query row; rows of padding behind them come out zero."""
-        metadata, pool = self._planned(batch), self.token_to_kv_pool
+        metadata, pool = self.planned(batch), self.token_to_kv_pool
         assert isinstance(pool, MLATokenToKVPool)
         for name in ("q_rope", "k_rope"):
             if kwargs.get(name) is None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from harness.backends.base import PagedBackend
+from harness.backends.buckets import Place
+from harness.backends.geometry import Geometry
+from harness.backends.metadata import Sheet
 from harness.backends.mha import TRTLLMHAAttnBackend
 from harness.backends.mla import TRTLLMMLABackend
+from harness.backends.round_plan import DRAFT, RoundPlan
+from harness.backends.writer import Source
 from harness.errors import ContractError, UsageError, rejected
-from harness.upstream.batch import ForwardBatch
+from harness.upstream.batch import ForwardBatch, ForwardMode
 from harness.upstream.interface import MultiStepDraftBackend
 
 
@@ -18,6 +24,7 @@ class PagedMultiStepDraftBackend(MultiStepDraftBackend):
     Args:
         topk: drafts a step; 1, because the kernels see a chain and no tree.
         speculative_num_steps: steps of a round.
+        round_plan: what graphs of one round's phases share, None to share among the steps alone.
         **arguments: of every step's backend; see ``PagedBackend``.
 
     Raises:
@@ -28,12 +35,21 @@ class PagedMultiStepDraftBackend(MultiStepDraftBackend):
     step_backend: type[PagedBackend]
     attn_backends: list[PagedBackend]
 
-    def __init__(self, *, speculative_num_steps: int, topk: int = 1, **arguments: Any) -> None:
+    def __init__(
+        self,
+        *,
+        speculative_num_steps: int,
+        topk: int = 1,
+        round_plan: RoundPlan | None = None,
+        **arguments: Any,
+    ) -> None:
         if topk != 1:
             raise UsageError(rejected("topk", topk, "1: these kernels draft a chain"))
         if speculative_num_steps < 1:
             raise UsageError(rejected("speculative_num_steps", speculative_num_steps, ">= 1"))
         self.topk = topk
+        self._round_plan = round_plan
+        self._sheet: Sheet | None = None
         self.speculative_num_steps = speculative_num_steps
         arguments |= {"speculative_num_steps": speculative_num_steps, "skip_prefill": True}
         self.attn_backends = [
@@ -47,9 +63,26 @@ class PagedMultiStepDraftBackend(MultiStepDraftBackend):
             backend.init_forward_metadata(self._step_batch(batch, step))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate every step's buffers."""
-        for backend in self.attn_backends:
-            backend.init_cuda_graph_state(max_bs, max_num_tokens)
+        """Allocate every step's buffers; captured steps read one page table."""
+        steps, plan = len(self.attn_backends), self._round_plan
+        if not steps:
+            return
+        writer = self.attn_backends[0].writer
+        largest = Geometry(
+            forward_mode=ForwardMode.DECODE, bs=max_bs, num_tokens=max_bs, max_q_len=1
+        )
+        held = self._sheet
+        if plan is not None:
+            self._sheet = plan.allocate(writer, max_bs)
+        elif held is None or held.page_table.shape[0] < max_bs:
+            self._sheet = writer.sheet(largest, phases=steps)
+        assert self._sheet is not None
+        largest = replace(
+            largest, bs=self._sheet.page_table.shape[0], num_tokens=self._sheet.page_table.shape[0]
+        )
+        covers = steps if plan is None else plan.covers
+        for step, backend in enumerate(self.attn_backends):
+            backend.settle(ForwardMode.DECODE, Place(self._sheet, largest, step, covers))
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
@@ -57,11 +90,27 @@ class PagedMultiStepDraftBackend(MultiStepDraftBackend):
         """Choose every step's metadata."""
         for step, backend in enumerate(self.attn_backends):
             backend.init_forward_metadata_out_graph(self._step_batch(batch, step), in_capture)
+        if self._round_plan is not None and not in_capture and not batch.forward_mode.is_idle():
+            self._round_plan.announce(DRAFT, batch.seq_lens.shape[0])
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """Fill every step's metadata."""
-        for step, backend in enumerate(self.attn_backends):
-            backend.init_forward_metadata_in_graph(self._step_batch(batch, step))
+        """Fill every step's metadata, and what the round shares, at once."""
+        if batch.forward_mode.is_idle() or not self.attn_backends:
+            return
+        phases = [
+            backend.planned(self._step_batch(batch, step))
+            for step, backend in enumerate(self.attn_backends)
+        ]
+        bs = phases[0].geometry.bs
+        if self._round_plan is not None:
+            phases.append(self._round_plan.verify(bs))
+        source = Source(
+            req_pool_indices=batch.req_pool_indices[:bs],
+            seq_lens=batch.seq_lens[:bs],
+            query_lens=None,
+            out_cache_loc=batch.out_cache_loc,
+        )
+        self.attn_backends[0].writer.fill(phases, source)
 
     def _step_batch(self, batch: ForwardBatch, step: int) -> ForwardBatch:
         """The batch as one step sees it: its own write locations, out of the step-major ones."""

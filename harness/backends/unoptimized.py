@@ -15,6 +15,7 @@ class HostLengthsMLABackend(TRTLLMMLABackend):
     """Reads the longest length on the host before every forward, and plans graphs outside them."""
 
     needs_cpu_seq_lens = True
+    shares_rounds = False
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Plan an eager forward, once the host knows its lengths."""
@@ -86,6 +87,7 @@ class ContextKernelMHABackend(TRTLLMHAAttnBackend):
 class VerifyFixUpMHABackend(TRTLLMHAAttnBackend):
     """Fills verify metadata a second time once the draft tokens are known."""
 
+    shares_rounds = False
     _verify_batch: ForwardBatch | None = None
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:

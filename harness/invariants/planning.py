@@ -22,6 +22,7 @@ def check_metadata(
     swa_pages: Sequence[Sequence[int]] | None = None,
     num_swa_pages: int = 0,
     packed_q_lens: Sequence[int] | None = None,
+    table_headroom: int = 0,
 ) -> list[str]:
     """Metadata of one planned forward against arithmetic of its own.
 
@@ -38,13 +39,14 @@ def check_metadata(
         num_swa_pages: pages of the SWA pool.
         packed_q_lens: query tokens of every row as they are packed, where the kernel sees them
             padded to the longest; ``q_lens`` by default.
+        table_headroom: keys beyond its own whose pages the table holds too, for a later phase.
     """
     kv_lens = [p + q for p, q in zip(prefix_lens, q_lens, strict=True)]
     found = _lengths(metadata, "cache_seqlens_int32", kv_lens)
     packed = q_lens if packed_q_lens is None else packed_q_lens
     for name, lens in (("cu_seqlens_q", packed), ("cu_seqlens_k", kv_lens)):
         found += _lengths(metadata, name, list(accumulate(lens, initial=0)))
-    live = [-(-n // page_size) for n in kv_lens]
+    live = [-(-(n + table_headroom) // page_size) for n in kv_lens]
     found += _table(metadata, "page_table", pages, live, num_pages)
     if swa_pages is not None:
         found += _table(metadata, "swa_page_table", swa_pages, live, num_swa_pages)

@@ -1,0 +1,181 @@
+"""All metadata of the phases of one batch in one Triton launch, recorded in their graph.
+
+The first programs write lengths, one phase each: a block scan over the requests. The others write
+the page table: each takes some chunks of a request's row and touches only columns that are alive
+or were at the last fill, so a context of a million tokens costs what its live pages cost. A chunk's
+record of live columns is read and written by the one program that owns the chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from harness.backends.metadata import Metadata
+from harness.backends.writer import CHUNK, MetadataWriter, Source
+
+TABLE_PROGRAMS = 2048
+LOCATIONS = 1024
+
+
+@triton.jit
+def _fill_lengths(  # type: ignore[no-untyped-def]
+    phase, seq_lens, query_lens, lengths, lengths_stride, cu_q, cu_k, cu_stride, bs,
+    first_offset, first_q_len, last_offset, last_q_len,
+    PHASES: tl.constexpr, BLOCK: tl.constexpr, RAGGED: tl.constexpr, PADS: tl.constexpr,
+):  # fmt: skip
+    lane = tl.arange(0, BLOCK)
+    inside = lane < bs
+    is_last = phase == PHASES - 1
+    offset = tl.where(is_last, last_offset, first_offset + phase)
+    q_len = tl.where(is_last, last_q_len, first_q_len)
+    keys = tl.load(seq_lens + lane, mask=inside, other=0).to(tl.int32)
+    if RAGGED:
+        queries = tl.load(query_lens + lane, mask=inside, other=0).to(tl.int32)
+        ends = tl.cumsum(queries, 0)
+        keys = keys - queries + q_len if PADS else keys + offset
+    else:
+        ends = (lane + 1) * q_len
+        keys = keys + offset
+    keys = tl.where(inside, keys, 0)
+    tl.store(lengths + phase * lengths_stride + lane, keys, mask=inside)
+    tl.store(cu_k + phase * cu_stride + 1 + lane, tl.cumsum(keys, 0), mask=inside)
+    tl.store(cu_q + phase * cu_stride + 1 + lane, ends, mask=inside)
+
+
+@triton.jit
+def _fill_row(  # type: ignore[no-untyped-def]
+    row, part, req_to_token, request_stride, request_width, req_pool_indices, seq_lens, query_lens,
+    page_table, width, filled, swa_mapping, swa_page_table, table_offset, last_q_len,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr,
+    PADS: tl.constexpr, SWA: tl.constexpr,
+):  # fmt: skip
+    request = tl.load(req_pool_indices + row)
+    keys = tl.load(seq_lens + row).to(tl.int32) + table_offset
+    if PADS:
+        keys = keys - tl.load(query_lens + row).to(tl.int32) + last_q_len
+    live = tl.minimum((keys + PAGE - 1) // PAGE, width)
+    slots = req_to_token + request.to(tl.int64) * request_stride
+    start = row.to(tl.int64) * width
+    for chunk in range(part, CHUNKS, PARTS):
+        record = filled + row * CHUNKS + chunk
+        before = tl.load(record)
+        now = tl.minimum(tl.maximum(live - chunk * CHUNK, 0), CHUNK)
+        # Every thread has read the record before one of them writes it.
+        tl.debug_barrier()
+        if tl.maximum(now, before) > 0:
+            lane = tl.arange(0, CHUNK)
+            column = chunk * CHUNK + lane
+            alive, touched = lane < now, lane < tl.maximum(now, before)
+            token = tl.minimum(column * PAGE, request_width - 1)
+            page = tl.load(slots + token, mask=alive, other=0) // PAGE
+            tl.store(page_table + start + column, page, mask=touched)
+            if SWA:
+                slot = tl.load(swa_mapping + page.to(tl.int64) * PAGE, mask=alive, other=0)
+                tl.store(swa_page_table + start + column, (slot // PAGE).to(tl.int32), mask=touched)
+            tl.store(record, now)
+
+
+@triton.jit
+def fill_metadata(  # type: ignore[no-untyped-def]
+    req_to_token, request_stride, request_width, req_pool_indices, seq_lens, query_lens,
+    lengths, lengths_stride, cu_q, cu_k, cu_stride, page_table, width, filled,
+    swa_mapping, swa_page_table, out_cache_loc, swa_out_cache_loc, num_locations, bs,
+    first_offset, first_q_len, last_offset, last_q_len, table_offset,
+    PHASES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    PARTS: tl.constexpr, PAGE: tl.constexpr, LOCATIONS: tl.constexpr,
+    RAGGED: tl.constexpr, PADS: tl.constexpr, SWA: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    if program < PHASES:
+        _fill_lengths(
+            program, seq_lens, query_lens, lengths, lengths_stride, cu_q, cu_k, cu_stride, bs,
+            first_offset, first_q_len, last_offset, last_q_len, PHASES, BLOCK, RAGGED, PADS,
+        )  # fmt: skip
+    elif program < PHASES + bs * PARTS:
+        own = program - PHASES
+        _fill_row(
+            own // PARTS, own % PARTS, req_to_token, request_stride, request_width,
+            req_pool_indices, seq_lens, query_lens, page_table, width, filled,
+            swa_mapping, swa_page_table, table_offset, last_q_len,
+            CHUNK, CHUNKS, PARTS, PAGE, PADS, SWA,
+        )  # fmt: skip
+    elif SWA:
+        block = program - PHASES - bs * PARTS
+        location = block * LOCATIONS + tl.arange(0, LOCATIONS)
+        inside = location < num_locations
+        full = tl.load(out_cache_loc + location, mask=inside, other=0)
+        swa = tl.load(swa_mapping + full, mask=inside, other=0)
+        tl.store(swa_out_cache_loc + location, swa, mask=inside)
+
+
+def fill_fused(
+    writer: MetadataWriter, phases: Sequence[Metadata], source: Source, *, table: bool
+) -> None:
+    """One launch of ``fill_metadata``; see ``MetadataWriter.fill``.
+
+    All but the last phase are draft steps, each with one key more than the one before.
+    """
+    first, last = phases[0], phases[-1]
+    bs, chunks = last.geometry.bs, last.filled.shape[1]
+    parts = min(chunks, max(1, TABLE_PROGRAMS // max(1, bs))) if table else 0
+    swa = writer.swa_pool is not None and table
+    locations = sum(metadata.geometry.num_tokens for metadata in phases) if swa else 0
+    programs = len(phases) + bs * parts + triton.cdiv(locations, LOCATIONS)
+    block = triton.next_power_of_2(max(1, bs))
+    unused = source.seq_lens
+    arguments: dict[str, Any] = {
+        "req_to_token": writer.req_to_token,
+        "request_stride": writer.req_to_token.stride(0),
+        "request_width": writer.req_to_token.shape[1],
+        "req_pool_indices": source.req_pool_indices,
+        "seq_lens": source.seq_lens,
+        "query_lens": unused if source.query_lens is None else source.query_lens,
+        "lengths": first.cache_seqlens_int32,
+        "lengths_stride": _distance([metadata.cache_seqlens_int32 for metadata in phases]),
+        "cu_q": first.cu_seqlens_q,
+        "cu_k": first.cu_seqlens_k,
+        "cu_stride": _distance([metadata.cu_seqlens_k for metadata in phases]),
+        "page_table": first.page_table,
+        "width": writer.width,
+        "filled": first.filled,
+        "swa_mapping": writer.swa_pool.full_to_swa_index_mapping if writer.swa_pool else unused,
+        "swa_page_table": first.page_table
+        if first.swa_page_table is None
+        else first.swa_page_table,
+        "out_cache_loc": source.out_cache_loc,
+        "swa_out_cache_loc": unused if first.swa_out_cache_loc is None else first.swa_out_cache_loc,
+        "num_locations": locations,
+        "bs": bs,
+        "first_offset": first.geometry.kv_offset,
+        "first_q_len": first.geometry.max_q_len,
+        "last_offset": last.geometry.kv_offset,
+        "last_q_len": last.geometry.max_q_len,
+        "table_offset": last.geometry.table_offset,
+    }
+    fill_metadata[(programs,)](
+        **arguments,
+        PHASES=len(phases),
+        BLOCK=block,
+        CHUNK=CHUNK,
+        CHUNKS=chunks,
+        PARTS=max(1, parts),
+        PAGE=writer.page_size,
+        LOCATIONS=LOCATIONS,
+        RAGGED=source.query_lens is not None,
+        PADS=last.geometry.pads_queries,
+        SWA=swa,
+        num_warps=4 if table or block > 128 else 1,
+    )
+
+
+def _distance(tensors: Sequence[torch.Tensor]) -> int:
+    """Elements from a tensor to the next, which are a sheet's rows; 0 for one tensor."""
+    if len(tensors) == 1:
+        return 0
+    ahead = tensors[1].data_ptr() - tensors[0].data_ptr()
+    return ahead // tensors[0].element_size()
