@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from harness.case import Case, Dtype, Family, KVDtype, Mode
 
+ANY_MODE = frozenset(Mode)
+DECODE_KERNEL = ANY_MODE - {Mode.EXTEND, Mode.DRAFT_EXTEND}
 # Finite in every dtype of a cache, and far from what is drawn.
 LARGE = 400.0
 
@@ -17,16 +19,16 @@ class Numerics:
 
     Args:
         budget_factor: times the error that a plain implementation is allowed.
-        rounds_query: whether it rounds the query to FP8 over an FP8 cache.
-        rounds_weights: whether it rounds softmax weights to FP8 over an FP8 cache.
+        rounds_query: modes in which it rounds the query to FP8 over an FP8 cache.
+        rounds_weights: modes in which it rounds softmax weights to FP8 over an FP8 cache.
         spreads_nan: cache dtypes and modes in which it multiplies masked values by zero instead of
             skipping them, so that a NaN in an unwritten slot of a live page spreads.
         source: where it is seen.
     """
 
     budget_factor: float = 1.0
-    rounds_query: bool = False
-    rounds_weights: bool = False
+    rounds_query: frozenset[Mode] = frozenset()
+    rounds_weights: frozenset[Mode] = frozenset()
     spreads_nan: frozenset[KVDtype | Mode] = frozenset()
     source: str = ""
 
@@ -107,8 +109,8 @@ XQA = Capability(
     compute_capabilities=frozenset({(9, 0), (12, 0), (12, 1)}),
     numerics=Numerics(
         budget_factor=1.25,
-        rounds_query=True,
-        rounds_weights=True,
+        rounds_query=DECODE_KERNEL,
+        rounds_weights=DECODE_KERNEL,
         spreads_nan=frozenset({KVDtype.FP8}),
         source="flashinfer 0.6.12, csrc/xqa: split keys leave 16-bit partial results; over an FP8 "
         "cache mha_sm90.cu multiplies in FP8 and loads whole pages",
@@ -125,7 +127,7 @@ TRTLLM_GEN_MHA = Capability(
     kv_dtypes=HALF_KV,
     casts_query_to_kv_dtype=True,
     compute_capabilities=BLACKWELL,
-    numerics=Numerics(rounds_query=True),
+    numerics=Numerics(rounds_query=ANY_MODE),
     source="flashinfer 0.6.12, flashinfer/decode.py trtllm_batch_decode_with_kv_cache",
 )
 TRTLLM_GEN_MLA = Capability(
@@ -141,7 +143,7 @@ TRTLLM_GEN_MLA = Capability(
     casts_query_to_kv_dtype=True,
     block_table_multiple=128,
     compute_capabilities=BLACKWELL,
-    numerics=Numerics(rounds_query=True),
+    numerics=Numerics(rounds_query=ANY_MODE),
     source="flashinfer 0.6.12, flashinfer/mla.py trtllm_batch_decode_with_kv_cache_mla",
 )
 FLASH_MLA = Capability(

@@ -65,10 +65,10 @@ def expect(
         numerics: of the kernel; what it rounds is part of the question.
     """
     case = requests.case
-    rounds_query = numerics.rounds_query
+    rounds_query = case.mode in numerics.rounds_query
     problems = [_problem(world, requests, i, fed_tokens, rounds_query) for i in range(case.bs)]
     dtype = getattr(torch, case.dtype)
-    rounds_weights = numerics.rounds_weights and case.kv_dtype is KVDtype.FP8
+    rounds_weights = case.mode in numerics.rounds_weights and case.kv_dtype is KVDtype.FP8
     weights_dtype = torch.float8_e4m3fn if rounds_weights else dtype
     plain = partial(low_precision_attend, dtype=dtype, weights_dtype=weights_dtype)
     oracle = _answer(world, requests, problems, attend, torch.float64)

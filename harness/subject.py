@@ -93,7 +93,8 @@ class Subject:
         """Of the real kernel, or of the reference in its place, which rounds what it is told to."""
         if real_kernel(self, device) is not None:
             return self.capability.numerics
-        return Numerics(rounds_query=self.capability.casts_query_to_kv_dtype)
+        casts = self.capability.casts_query_to_kv_dtype
+        return Numerics(rounds_query=ALL_MODES if casts else frozenset())
 
     def refusal(
         self, case: Case, execution: Execution, device: torch.device | str = "cpu"

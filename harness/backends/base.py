@@ -148,7 +148,7 @@ class PagedBackend(AttentionBackend):
         self._buckets.allocate(max_bs, max_num_tokens)
         plan = self._round_plan
         for mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2):
-            phase = plan and plan.phase(mode)
+            phase = None if plan is None else plan.phase(mode)
             if plan is not None and phase is not None:
                 # The extend's lengths are those of the verify, counted from where that started.
                 covers = plan.covers - (0 if mode.is_target_verify() else plan.num_draft_tokens)

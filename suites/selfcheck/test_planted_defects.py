@@ -43,10 +43,10 @@ class VerifyForgetsDraftTokens(TRTLLMHAAttnBackend):
 
 
 class DraftStepOneShort(TRTLLMHAAttnMultiStepDraftBackend):
-    class step_backend(TRTLLMHAAttnBackend):  # noqa: N801, the attribute it stands for
-        def _fill(self, batch: ForwardBatch) -> None:
-            super()._fill(batch)
-            self.forward_metadata.cache_seqlens_int32.sub_(1)
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata_in_graph(batch)
+        for step in self.attn_backends:
+            step.forward_metadata.cache_seqlens_int32.sub_(1)
 
 
 class StaleTableTail(TRTLLMHAAttnBackend):

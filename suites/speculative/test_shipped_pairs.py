@@ -64,6 +64,9 @@ def test_text(
 ) -> None:
     blank = untried(setup, index, device, f"pytest '{request.node.nodeid}'")
     record_trial(blank)
+    if reason := setup.refusal(device):
+        record_trial(replace(blank, verdict=Verdict.REFUSED, message=reason))
+        pytest.skip(reason)
     record = trial(setup, index, device, blank)
     record_trial(record)
     if record.verdict.is_red:
@@ -106,6 +109,8 @@ def trial(setup: Setup, index: int, device: torch.device, blank: Record) -> Reco
 
 @each_setup
 def test_every_page_comes_back_and_nothing_races(setup: Setup, device: torch.device) -> None:
+    if reason := setup.refusal(device):
+        pytest.skip(reason)
     run = shipped.run(setup, device)
     assert run.lost_pages == 0
     assert run.hazards == ()
