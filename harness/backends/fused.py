@@ -1,9 +1,11 @@
 """All metadata of the phases of one batch in one Triton launch, recorded in their graph.
 
 The first programs write lengths, one phase each: a block scan over the requests. The others write
-the page table: each takes some chunks of a request's row and touches only columns that are alive
-or were at the last fill, so a context of a million tokens costs what its live pages cost. A chunk's
-record of live columns is read and written by the one program that owns the chunk.
+the page table, some programs a row, each every so-many-th chunk of columns. They touch only columns
+that are alive or were at the last fill, so a context costs what its live pages cost, however wide
+the table. Each program keeps a record of its own of how many those were: no other program reads or
+writes it, and a row has as many programs whatever the bucket, so no two fills disagree on whose a
+column is.
 """
 
 from __future__ import annotations
@@ -18,8 +20,13 @@ import triton.language as tl
 from harness.backends.metadata import Metadata
 from harness.backends.writer import CHUNK, MetadataWriter, Source
 
-TABLE_PROGRAMS = 2048
 LOCATIONS = 1024
+# A value that differs from batch to batch must not make another kernel: none is made in a capture.
+VARIES = [
+    "request_stride", "request_width", "lengths_stride", "cu_stride", "width", "parts",
+    "num_locations", "bs", "first_offset", "first_q_len", "last_offset", "last_q_len",
+    "table_offset",
+]  # fmt: skip
 
 
 @triton.jit
@@ -49,64 +56,58 @@ def _fill_lengths(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _fill_row(  # type: ignore[no-untyped-def]
-    row, part, req_to_token, request_stride, request_width, req_pool_indices, seq_lens, query_lens,
-    page_table, width, filled, swa_mapping, swa_page_table, table_offset, last_q_len,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr,
-    PADS: tl.constexpr, SWA: tl.constexpr,
+    row, part, parts, req_to_token, request_stride, request_width, req_pool_indices, seq_lens,
+    query_lens, page_table, width, filled, swa_mapping, swa_page_table, table_offset, last_q_len,
+    CHUNK: tl.constexpr, PAGE: tl.constexpr, PADS: tl.constexpr, SWA: tl.constexpr,
 ):  # fmt: skip
+    record = filled + row * parts + part
+    before = tl.load(record)
     request = tl.load(req_pool_indices + row)
     keys = tl.load(seq_lens + row).to(tl.int32) + table_offset
     if PADS:
         keys = keys - tl.load(query_lens + row).to(tl.int32) + last_q_len
+    # Every thread has read the record before one of them writes it; and all three loads are issued
+    # before the first is waited for.
+    tl.debug_barrier()
     live = tl.minimum((keys + PAGE - 1) // PAGE, width)
+    touched = tl.maximum(live, before)
     slots = req_to_token + request.to(tl.int64) * request_stride
     start = row.to(tl.int64) * width
-    for chunk in range(part, CHUNKS, PARTS):
-        record = filled + row * CHUNKS + chunk
-        before = tl.load(record)
-        now = tl.minimum(tl.maximum(live - chunk * CHUNK, 0), CHUNK)
-        # Every thread has read the record before one of them writes it.
-        tl.debug_barrier()
-        if tl.maximum(now, before) > 0:
-            lane = tl.arange(0, CHUNK)
-            column = chunk * CHUNK + lane
-            alive, touched = lane < now, lane < tl.maximum(now, before)
-            token = tl.minimum(column * PAGE, request_width - 1)
-            page = tl.load(slots + token, mask=alive, other=0) // PAGE
-            tl.store(page_table + start + column, page, mask=touched)
-            if SWA:
-                slot = tl.load(swa_mapping + page.to(tl.int64) * PAGE, mask=alive, other=0)
-                tl.store(swa_page_table + start + column, (slot // PAGE).to(tl.int32), mask=touched)
-            tl.store(record, now)
+    for chunk in range(part, tl.cdiv(touched, CHUNK), parts):
+        column = chunk * CHUNK + tl.arange(0, CHUNK)
+        alive, inside = column < live, column < touched
+        token = tl.minimum(column * PAGE, request_width - 1)
+        page = tl.load(slots + token, mask=alive, other=0) // PAGE
+        tl.store(page_table + start + column, page, mask=inside)
+        if SWA:
+            slot = tl.load(swa_mapping + page.to(tl.int64) * PAGE, mask=alive, other=0)
+            tl.store(swa_page_table + start + column, (slot // PAGE).to(tl.int32), mask=inside)
+    tl.store(record, live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARIES)
 def fill_metadata(  # type: ignore[no-untyped-def]
     req_to_token, request_stride, request_width, req_pool_indices, seq_lens, query_lens,
-    lengths, lengths_stride, cu_q, cu_k, cu_stride, page_table, width, filled,
+    lengths, lengths_stride, cu_q, cu_k, cu_stride, page_table, width, filled, parts,
     swa_mapping, swa_page_table, out_cache_loc, swa_out_cache_loc, num_locations, bs,
     first_offset, first_q_len, last_offset, last_q_len, table_offset,
-    PHASES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    PARTS: tl.constexpr, PAGE: tl.constexpr, LOCATIONS: tl.constexpr,
-    RAGGED: tl.constexpr, PADS: tl.constexpr, SWA: tl.constexpr,
+    PHASES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr,
+    LOCATIONS: tl.constexpr, RAGGED: tl.constexpr, PADS: tl.constexpr, SWA: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    if program < PHASES:
+    job, part = tl.program_id(0), tl.program_id(1)
+    if (job < PHASES) & (part == 0):
         _fill_lengths(
-            program, seq_lens, query_lens, lengths, lengths_stride, cu_q, cu_k, cu_stride, bs,
+            job, seq_lens, query_lens, lengths, lengths_stride, cu_q, cu_k, cu_stride, bs,
             first_offset, first_q_len, last_offset, last_q_len, PHASES, BLOCK, RAGGED, PADS,
         )  # fmt: skip
-    elif program < PHASES + bs * PARTS:
-        own = program - PHASES
+    elif (job >= PHASES) & (job < PHASES + bs):
         _fill_row(
-            own // PARTS, own % PARTS, req_to_token, request_stride, request_width,
+            job - PHASES, part, parts, req_to_token, request_stride, request_width,
             req_pool_indices, seq_lens, query_lens, page_table, width, filled,
-            swa_mapping, swa_page_table, table_offset, last_q_len,
-            CHUNK, CHUNKS, PARTS, PAGE, PADS, SWA,
+            swa_mapping, swa_page_table, table_offset, last_q_len, CHUNK, PAGE, PADS, SWA,
         )  # fmt: skip
-    elif SWA:
-        block = program - PHASES - bs * PARTS
-        location = block * LOCATIONS + tl.arange(0, LOCATIONS)
+    elif SWA and (job >= PHASES + bs) & (part == 0):
+        location = (job - PHASES - bs) * LOCATIONS + tl.arange(0, LOCATIONS)
         inside = location < num_locations
         full = tl.load(out_cache_loc + location, mask=inside, other=0)
         swa = tl.load(swa_mapping + full, mask=inside, other=0)
@@ -121,11 +122,12 @@ def fill_fused(
     All but the last phase are draft steps, each with one key more than the one before.
     """
     first, last = phases[0], phases[-1]
-    bs, chunks = last.geometry.bs, last.filled.shape[1]
-    parts = min(chunks, max(1, TABLE_PROGRAMS // max(1, bs))) if table else 0
+    bs, parts = last.geometry.bs, last.filled.shape[1]
     swa = writer.swa_pool is not None and table
     locations = sum(metadata.geometry.num_tokens for metadata in phases) if swa else 0
-    programs = len(phases) + bs * parts + triton.cdiv(locations, LOCATIONS)
+    grid = (len(phases), 1)
+    if table:
+        grid = (len(phases) + bs + triton.cdiv(locations, LOCATIONS), parts)
     block = triton.next_power_of_2(max(1, bs))
     unused = source.seq_lens
     arguments: dict[str, Any] = {
@@ -143,6 +145,7 @@ def fill_fused(
         "page_table": first.page_table,
         "width": writer.width,
         "filled": first.filled,
+        "parts": parts,
         "swa_mapping": writer.swa_pool.full_to_swa_index_mapping if writer.swa_pool else unused,
         "swa_page_table": first.page_table
         if first.swa_page_table is None
@@ -157,13 +160,11 @@ def fill_fused(
         "last_q_len": last.geometry.max_q_len,
         "table_offset": last.geometry.table_offset,
     }
-    fill_metadata[(programs,)](
+    fill_metadata[grid](
         **arguments,
         PHASES=len(phases),
         BLOCK=block,
         CHUNK=CHUNK,
-        CHUNKS=chunks,
-        PARTS=max(1, parts),
         PAGE=writer.page_size,
         LOCATIONS=LOCATIONS,
         RAGGED=source.query_lens is not None,

@@ -64,8 +64,8 @@ class Sheet:
         swa_out_cache_loc: [S * tokens] int64, phase after phase, or None.
         pad_rows: [rows * max_q_len] int64 where queries are padded, else empty.
         unpad_rows: [tokens] int64 likewise.
-        filled: [rows, chunks] int32, how many columns of each chunk of a row the last fill left
-            alive; the fused fill clears no other.
+        filled: [rows, parts] int32, columns of a row that the last fused fill left alive, once a
+            program that fills the row; the next fill clears those and no other.
         needs_packed_mask: whether the kernel asks for a mask where q_len > 1.
     """
 

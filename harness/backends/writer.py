@@ -11,7 +11,9 @@ from harness.backends.geometry import Geometry
 from harness.backends.metadata import Metadata, Sheet
 from harness.upstream.pools import SWAKVPool
 
-CHUNK = 1024
+# Columns of a page table that one program of the fused fill writes at a time, how many programs a
+# table gets, and how many of them a row gets at least.
+CHUNK, TABLE_PROGRAMS, ROW_PROGRAMS = 512, 2048, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,7 @@ class MetadataWriter:
         rows, tokens = largest.bs, largest.num_tokens
         padded = (rows * largest.max_q_len, tokens) if largest.pads_queries else (0, 0)
         device, width = self.req_to_token.device, self.width
+        parts = min(-(-width // CHUNK), max(ROW_PROGRAMS, TABLE_PROGRAMS // max(1, rows)))
 
         def int32(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -85,7 +88,7 @@ class MetadataWriter:
             swa_out_cache_loc=int64(phases * tokens) if self.swa_pool else None,
             pad_rows=int64(padded[0]),
             unpad_rows=int64(padded[1]),
-            filled=int32(rows, -(-width // CHUNK)),
+            filled=int32(rows, parts),
             needs_packed_mask=self._needs_packed_mask,
         )
 
