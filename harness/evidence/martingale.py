@@ -3,8 +3,8 @@
 Within a block the coin swaps the arms, so that ``d - theta`` is as likely ``w`` as ``-w`` whatever
 the machine did: no assumption on noise, drift or tails. Against "theta <= m" he multiplies his
 money by ``1 + STAKE * tanh(rate * (d - m))``, whose mean is at most 1 then, with a rate known
-before the block. By Ville's inequality he ever owns 100 with probability at most 1 %, so one may look
-after every block. n blocks show at most (1 + STAKE) ** n: 5 for 20, 8 for 100, 9 for 200.
+before the block. By Ville's inequality he ever owns 100 with probability at most 1 %, so one may
+look after every block. n blocks show at most (1 + STAKE) ** n: 5 for 20, 8 for 100, 9 for 200.
 
 With a stake of 1 the factor is ``2 / (1 + exp(-2 rate (d - m)))``; one spike then takes everything,
 and a 3 % slowdown is found in 78 instead of 91 % of the simulated sessions with spikes.

@@ -1,0 +1,92 @@
+"""What must hold for a block to count; what does not is a reason, and no arm is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+CLOCK_SPREAD = 0.01
+CAPPED_SHARE = 0.01
+WARMING_C = 8.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """Facts of one trial; None is "nobody asked", and shows up in ``unasked``.
+
+    Args:
+        foreign_processes: computing on the GPU beside the trial.
+        throttled: hardware slowdown, power brake and thermal reasons seen.
+        capped: part of the samples under the software power cap.
+        mhz: median SM clock.
+        celsius: GPU temperature.
+        machine: driver, VBIOS, MIG and ECC state, as one line.
+        pcie_full: whether the link has its full width.
+        load: host load average / cores.
+        as_pinned: whether the wheels' hashes are the arm's own.
+        failed: requests that did not end well.
+        output_tokens: of all requests.
+        cached_tokens: prompt tokens that came from a cache.
+        flushed: whether the flush was proven.
+        foreign_kernels: that the arm should not launch.
+        correct: whether the answers were checked and right.
+    """
+
+    foreign_processes: int | None = None
+    throttled: tuple[str, ...] | None = None
+    capped: float | None = None
+    mhz: float | None = None
+    celsius: float | None = None
+    machine: str | None = None
+    pcie_full: bool | None = None
+    load: float | None = None
+    as_pinned: bool | None = None
+    failed: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    flushed: bool | None = None
+    foreign_kernels: tuple[str, ...] | None = None
+    correct: bool | None = None
+
+
+def _one(values: Collection[Any]) -> bool:
+    return len(set(values)) == 1
+
+
+# A power cap is forgiven where every trial of the block was under it.
+CHECKS: tuple[tuple[str, Callable[[Sequence[Any]], bool], str], ...] = (
+    ("foreign_processes", lambda seen: not any(seen), "no other process computes on the GPU"),
+    ("throttled", lambda seen: not any(seen), "no slowdown, power brake or thermal reason"),
+    ("capped", lambda seen: len({x > CAPPED_SHARE for x in seen}) == 1, "in 1 % of samples or alike"),
+    ("mhz", lambda seen: max(seen) <= (1 + CLOCK_SPREAD) * min(seen), "clocks within 1 %"),
+    ("celsius", lambda seen: max(seen) - min(seen) <= WARMING_C, "within 8 °C"),
+    ("machine", _one, "one driver, VBIOS, MIG and ECC state"),
+    ("pcie_full", all, "full PCIe width"),
+    ("load", lambda seen: max(seen) < 0.5, "host load under half the cores"),
+    ("as_pinned", all, "wheel hashes as pinned"),
+    ("failed", lambda seen: not any(seen), "every request ends well"),
+    ("output_tokens", _one, "as many output tokens in every trial"),
+    ("cached_tokens", lambda seen: not any(seen), "no cached token"),
+    ("flushed", all, "a proven flush"),
+    ("foreign_kernels", lambda seen: not any(seen), "the expected kernels"),
+    ("correct", all, "right answers"),
+)  # fmt: skip
+
+
+def reasons(trials: Sequence[Conditions]) -> tuple[str, ...]:
+    """Why the block of these trials is invalid; the same whatever their order, so arm-blind."""
+    found = []
+    for name, holds, accepted in CHECKS:
+        seen = [getattr(trial, name) for trial in trials if getattr(trial, name) is not None]
+        if seen and len(seen) < len(trials):
+            found.append(f"{name}: asked of some trials only")
+        elif seen and not holds(seen):
+            found.append(f"{name}: {', '.join(sorted(map(str, seen)))}; accepted: {accepted}")
+    return tuple(found)
+
+
+def unasked(trials: Sequence[Conditions]) -> tuple[str, ...]:
+    """Names of the facts that no trial has: what this session does not vouch for."""
+    names = [field.name for field in fields(Conditions)]
+    return tuple(n for n in names if all(getattr(trial, n) is None for trial in trials))
