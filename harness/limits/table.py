@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from harness.capability import FLASH_MLA, TRTLLM_GEN_MHA, TRTLLM_GEN_MLA, XQA, Capability
+from harness.capability import (
+    FLASH_MLA,
+    LARGE,
+    TRTLLM_GEN_MHA,
+    TRTLLM_GEN_MLA,
+    XQA,
+    Capability,
+)
 from harness.case import Dtype, KVDtype
 from harness.limits.calls import Shape
 
@@ -105,6 +112,7 @@ TABLE: tuple[tuple[Capability, dict[str, Any], bool, tuple[Row, ...]], ...] = (
             ("kv_dtype float8_e4m3fn, q_len 4, sinks", FP8 | SINKS | {"q_len": 4}),
             ("kv_dtype float8_e4m3fn, window_left 20", FP8 | WINDOW),
             ("kv_dtype float8_e4m3fn, bmm2_scale 3", FP8 | {"bmm2_scale": 3.0}),
+            ("kv_dtype float8_e4m3fn, 400 in unread slots", FP8 | {"poison": LARGE}),
             ("kv_dtype float8_e4m3fn, context", FP8 | CONTEXT),
         ),
     ),
@@ -116,7 +124,6 @@ TABLE: tuple[tuple[Capability, dict[str, Any], bool, tuple[Row, ...]], ...] = (
         (
             ("group_size 64, head_dim 256", {"heads": 128, "head_dim": 256}),
             ("window_left 20, q_len 4", {"q_len": 4} | WINDOW),
-            ("kv_dtype float8_e4m3fn, NaN in unread slots", FP8 | NAN),
             ("packed_mask None, q_len 4", {"q_len": 4, "masked": False}),
             ("query float8_e4m3fn", FP8 | FP8_QUERY),
         ),
