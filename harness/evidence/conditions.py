@@ -58,7 +58,7 @@ def _one(values: Collection[Any]) -> bool:
 CHECKS: tuple[tuple[str, Callable[[Sequence[Any]], bool], str], ...] = (
     ("foreign_processes", lambda seen: not any(seen), "no other process computes on the GPU"),
     ("throttled", lambda seen: not any(seen), "no slowdown, power brake or thermal reason"),
-    ("capped", lambda seen: len({x > CAPPED_SHARE for x in seen}) == 1, "in 1 % of samples or alike"),
+    ("capped", lambda seen: len({x > CAPPED_SHARE for x in seen}) == 1, "in 1 % or alike"),
     ("mhz", lambda seen: max(seen) <= (1 + CLOCK_SPREAD) * min(seen), "clocks within 1 %"),
     ("celsius", lambda seen: max(seen) - min(seen) <= WARMING_C, "within 8 °C"),
     ("machine", _one, "one driver, VBIOS, MIG and ECC state"),

@@ -51,10 +51,10 @@ def e_bh(e_values: Mapping[str, float], q: float = ALPHA) -> frozenset[str]:
 
 
 def settle(table: Mapping[str, Evidence]) -> dict[str, Evidence]:
-    """A night's table, blame and praise decided by e-BH, each over all its valid cases."""
-    valid = {name: found for name, found in table.items() if found.ruling is not Ruling.INVALID}
-    worse = e_bh({name: found.e_regressed for name, found in valid.items()})
-    better = e_bh({name: found.e_improved for name, found in valid.items()})
+    """A night's table, blame and praise decided by e-BH; an INVALID case counts, as no evidence."""
+    valid = {name for name, found in table.items() if found.ruling is not Ruling.INVALID}
+    worse = e_bh({n: found.e_regressed if n in valid else 0.0 for n, found in table.items()})
+    better = e_bh({n: found.e_improved if n in valid else 0.0 for n, found in table.items()})
 
     def ruled(name: str, found: Evidence) -> Evidence:
         if name in worse:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -187,6 +188,10 @@ def test_a_night_is_settled_and_believed():
     assert [found.ruling for found in settled.values()] == ["regressed", "ok", "improved"]
     crowd = settle({"worse": worse} | {f"same {i}": same for i in range(20)})
     assert crowd["worse"].ruling is Ruling.INCONCLUSIVE
+    lost = replace(worse, ruling=Ruling.INVALID)
+    many = settle({"worse": worse} | {f"lost {i}": lost for i in range(20)})
+    assert many["worse"].ruling is Ruling.INCONCLUSIVE
+    assert many["lost 0"] == lost
     assert believe(table, {Control.AA: same, Control.PLANTED: worse}) == table
     night = believe(table, {Control.AA: better})
     assert all(found.ruling.is_red for found in night.values())
