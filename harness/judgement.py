@@ -13,6 +13,7 @@ from harness.expectation import Expected, expect
 from harness.inputs import Requests, World
 from harness.invariants import check_metadata, check_writes
 from harness.performance import Performance
+from harness.providers.workspace import check_semaphores, shared_workspaces
 from harness.record import Verdict
 from harness.stage import Stage
 from harness.tolerance import budget, tie_margin
@@ -123,7 +124,7 @@ def _swa_slots(world: World, slots: list[int], page_size: int) -> list[int]:
 def _violations(performance: Performance, execution: Execution) -> list[str]:
     stage, case = performance.stage, performance.stage.case
     requests = stage.world.batches[0]
-    found = list(performance.violations)
+    found = [*performance.violations, *check_semaphores(shared_workspaces())]
     new = {slot for own in requests.new_slots for slot in own}
     swa = set()
     if stage.world.swa_page_of is not None:
