@@ -36,63 +36,72 @@ class Place:
 
 
 class Buckets:
-    """One metadata object a captured (phase, batch size); phases share no storage.
+    """One metadata object a captured (phase, batch size); phases share memory only where settled.
 
     Args:
-        writer: allocates the buffers.
+        writer: allocates the memory.
         padded_modes: phases whose ragged queries are padded.
     """
 
     def __init__(self, writer: MetadataWriter, padded_modes: frozenset[ForwardMode]) -> None:
         self._writer = writer
         self._padded_modes = padded_modes
+        self._limits = {"bs": 0, "num_tokens": 0}
         self._places: dict[ForwardMode, Place] = {}
         self._captured: dict[tuple[ForwardMode, int], Metadata] = {}
 
     def allocate(self, max_bs: int, max_num_tokens: int) -> None:
-        """Make room in every phase.
+        """Let captures to come have so much room; a phase takes it with its first capture.
 
-        Buffers that are large enough stay where they are: another runner's graphs read them. Where
-        they are too small, new ones take their place for captures to come, and what was captured
-        keeps the old.
+        Memory that is large enough stays where it is: another runner's graphs read it. Where it is
+        too small, captures to come get their own, and what was captured keeps the old.
         """
-        for mode in CAPTURED_MODES:
-            held = self._places.get(mode)
-            bs, tokens = (held.largest.bs, held.largest.num_tokens) if held else (0, 0)
-            if bs < max_bs or tokens < max_num_tokens:
-                largest = Geometry(
-                    forward_mode=mode,
-                    bs=max(bs, max_bs),
-                    num_tokens=max(tokens, max_num_tokens),
-                    max_q_len=-(-max(tokens, max_num_tokens) // max(bs, max_bs)),
-                    pads_queries=mode in self._padded_modes,
-                )
-                self._places[mode] = Place(self._writer.sheet(largest), largest)
+        asked = {"bs": max_bs, "num_tokens": max_num_tokens}
+        self._limits = {name: max(asked[name], held) for name, held in self._limits.items()}
 
     def settle(self, mode: ForwardMode, place: Place) -> None:
         """Plan captures to come of a mode in a place that others share."""
         self._places[mode] = place
 
     def capture(self, geometry: Geometry) -> None:
-        """Slice the buffers for a bucket.
+        """Slice the memory for a bucket.
 
         Raises:
-            ContractError: nothing is allocated for the phase.
-            CapacityError: the bucket is larger than the buffers.
+            ContractError: no room was asked for, or the phase is never captured.
+            CapacityError: the bucket is larger than the room.
         """
-        mode = geometry.forward_mode
-        if mode not in self._places:
-            modes = [mode.name for mode in self._places] or "none: call init_cuda_graph_state first"
-            raise ContractError(rejected("captured mode", mode.name, modes))
-        place = self._places[mode]
-        for field in ("bs", "num_tokens"):
+        place = self._place(geometry.forward_mode)
+        for field in self._limits:
             value, limit = getattr(geometry, field), getattr(place.largest, field)
             if value > limit:
                 accepted = f"<= {limit}, as init_cuda_graph_state was told"
                 raise CapacityError(rejected(field, value, accepted))
         if place.covers is not None:
             geometry = replace(geometry, table_headroom=place.covers - geometry.kv_offset)
-        self._captured[mode, geometry.bs] = place.sheet.cut(geometry, place.phase)
+        key = geometry.forward_mode, geometry.bs
+        self._captured[key] = place.sheet.cut(geometry, place.phase)
+
+    def _place(self, mode: ForwardMode) -> Place:
+        held = self._places.get(mode)
+        if held is not None and (held.covers is not None or self._holds(held.largest)):
+            return held
+        bs, tokens = self._limits.values()
+        if mode not in CAPTURED_MODES or not bs:
+            modes = [one.name for one in CAPTURED_MODES] if bs else "none"
+            accepted = f"{modes}: call init_cuda_graph_state first"
+            raise ContractError(rejected("captured mode", mode.name, accepted))
+        largest = Geometry(
+            forward_mode=mode,
+            bs=bs,
+            num_tokens=tokens,
+            max_q_len=-(-tokens // bs),
+            pads_queries=mode in self._padded_modes,
+        )
+        self._places[mode] = Place(self._writer.sheet(largest), largest)
+        return self._places[mode]
+
+    def _holds(self, largest: Geometry) -> bool:
+        return all(getattr(largest, name) >= value for name, value in self._limits.items())
 
     def find(self, mode: ForwardMode, bs: int) -> Metadata:
         """The metadata a bucket was captured on.

@@ -80,6 +80,11 @@ class Sheet:
     filled: torch.Tensor
     needs_packed_mask: bool
 
+    @property
+    def rows(self) -> int:
+        """The most requests."""
+        return self.page_table.shape[0]
+
     def cut(self, geometry: Geometry, phase: int = 0) -> Metadata:
         """The leading rows of a phase, sharing its memory; the mask is its own."""
         bs, tokens = geometry.bs, geometry.num_tokens

@@ -66,6 +66,7 @@ class TRTLLMMLABackend(PagedBackend):
         """Attention of every planned query row; rows of padding behind them come out zero."""
         metadata, pool = self.planned(batch), self.token_to_kv_pool
         assert isinstance(pool, MLATokenToKVPool)
+        _check_layer(layer)
         for name in ("q_rope", "k_rope"):
             if kwargs.get(name) is None:
                 raise ContractError(rejected(name, None, "the rotary part, beside the latent"))
@@ -118,3 +119,12 @@ class TRTLLMMLABackend(PagedBackend):
             return self.provider.mla_decode(q, cache, **call)
         out = self.provider.mla_decode(q[metadata.pad_rows], cache, **call)
         return pad(out, (0, 0, 0, 0, 0, 1))[metadata.unpad_rows]
+
+
+def _check_layer(layer: AttentionLayer) -> None:
+    """Refuse what no MLA kernel computes, rather than leave it out."""
+    if layer.sliding_window_size >= 0:
+        accepted = "-1: every key is seen"
+        raise ContractError(rejected("sliding_window_size", layer.sliding_window_size, accepted))
+    if layer.sinks is not None:
+        raise ContractError(rejected("sinks", "a tensor", "None: an MLA kernel takes none"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from harness.backends.base import PagedBackend
@@ -61,6 +60,7 @@ class PagedMultiStepDraftBackend(MultiStepDraftBackend):
         """Plan every step of an eager draft."""
         for step, backend in enumerate(self.attn_backends):
             backend.init_forward_metadata(self._step_batch(batch, step))
+        self._announce(batch, None)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate every step's buffers; captured steps read one page table."""
@@ -68,18 +68,12 @@ class PagedMultiStepDraftBackend(MultiStepDraftBackend):
         if not steps:
             return
         writer = self.attn_backends[0].writer
-        largest = Geometry(
-            forward_mode=ForwardMode.DECODE, bs=max_bs, num_tokens=max_bs, max_q_len=1
-        )
-        held = self._sheet
+        rows = max(max_bs, self._sheet.rows if self._sheet else 0)
+        largest = Geometry(forward_mode=ForwardMode.DECODE, bs=rows, num_tokens=rows, max_q_len=1)
         if plan is not None:
-            self._sheet = plan.allocate(writer, max_bs)
-        elif held is None or held.page_table.shape[0] < max_bs:
+            self._sheet = plan.sheet(writer, max_bs)
+        elif self._sheet is None or self._sheet.rows < rows:
             self._sheet = writer.sheet(largest, phases=steps)
-        assert self._sheet is not None
-        largest = replace(
-            largest, bs=self._sheet.page_table.shape[0], num_tokens=self._sheet.page_table.shape[0]
-        )
         covers = steps if plan is None else plan.covers
         for step, backend in enumerate(self.attn_backends):
             backend.settle(ForwardMode.DECODE, Place(self._sheet, largest, step, covers))
@@ -90,8 +84,8 @@ class PagedMultiStepDraftBackend(MultiStepDraftBackend):
         """Choose every step's metadata."""
         for step, backend in enumerate(self.attn_backends):
             backend.init_forward_metadata_out_graph(self._step_batch(batch, step), in_capture)
-        if self._round_plan is not None and not in_capture and not batch.forward_mode.is_idle():
-            self._round_plan.announce(DRAFT, batch.seq_lens.shape[0])
+        if not in_capture:
+            self._announce(batch, batch.seq_lens.shape[0])
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """Fill every step's metadata, and what the round shares, at once."""
@@ -111,6 +105,10 @@ class PagedMultiStepDraftBackend(MultiStepDraftBackend):
             out_cache_loc=batch.out_cache_loc,
         )
         self.attn_backends[0].writer.fill(phases, source)
+
+    def _announce(self, batch: ForwardBatch, bucket: int | None) -> None:
+        if self._round_plan is not None and not batch.forward_mode.is_idle():
+            self._round_plan.announce(DRAFT, bucket)
 
     def _step_batch(self, batch: ForwardBatch, step: int) -> ForwardBatch:
         """The batch as one step sees it: its own write locations, out of the step-major ones."""

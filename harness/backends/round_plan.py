@@ -4,21 +4,34 @@ All of them read the keys of the same requests, and the slots of the whole round
 before it starts. The draft's graph therefore fills the page table that all read, the lengths of its
 steps and those of the verify; the verify's graph fills nothing; the extend's fills its lengths.
 Two launches a round.
+
+    plan = RoundPlan(speculative_num_steps=3, num_draft_tokens=4)
+    draft = TRTLLMHAAttnMultiStepDraftBackend(round_plan=plan, **arguments)
+    target, extend = (TRTLLMHAAttnBackend(round_plan=plan, **arguments) for _ in range(2))
+
+and then, as for backends alone, ``init_cuda_graph_state`` and captures, the draft first.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from harness.backends.buckets import Place
 from harness.backends.geometry import Geometry
 from harness.backends.metadata import Metadata, Sheet
 from harness.backends.writer import MetadataWriter
 from harness.errors import ContractError, UsageError, rejected
 from harness.upstream.batch import ForwardMode
 
-DRAFT, VERIFY = "draft", "verify"
+DRAFT, VERIFY, EXTEND = (
+    ForwardMode.DECODE,
+    ForwardMode.TARGET_VERIFY,
+    ForwardMode.DRAFT_EXTEND_V2,
+)
 
 
 class RoundPlan:
-    """The sheet, and which phase of it is whose.
+    """The sheet, which phase of it is whose, and who has come in this round.
 
     Args:
         speculative_num_steps: steps of a round, 2 at least: one backend drafts.
@@ -34,73 +47,88 @@ class RoundPlan:
             raise UsageError(rejected("speculative_num_steps", speculative_num_steps, accepted))
         self.steps = speculative_num_steps - 1
         self.num_draft_tokens = num_draft_tokens
-        self.sheet: Sheet | None = None
+        self._sheet: Sheet | None = None
+        self._writer: MetadataWriter | None = None
         self._verifies: dict[int, Metadata] = {}
-        self._announced: tuple[str, int] | None = None
+        self._told: dict[ForwardMode, int | None] = {}
 
     @property
     def covers(self) -> int:
         """Keys beyond the committed ones that the table holds pages of."""
         return max(self.steps, self.num_draft_tokens)
 
-    def allocate(self, writer: MetadataWriter, max_bs: int) -> Sheet:
+    def sheet(self, writer: MetadataWriter, max_bs: int) -> Sheet:
         """The sheet, made for the first who asks.
 
         Raises:
             ContractError: a later one asks for more requests or another table.
         """
-        if self.sheet is None:
-            tokens = max_bs * self.num_draft_tokens
-            largest = Geometry(
-                forward_mode=ForwardMode.TARGET_VERIFY,
-                bs=max_bs,
-                num_tokens=tokens,
-                max_q_len=self.num_draft_tokens,
-            )
-            self.sheet = writer.sheet(largest, phases=self.steps + 2)
-        rows, width = self.sheet.page_table.shape
         if writer.swa_pool is not None:
             raise ContractError(rejected("token_to_kv_pool", "SWAKVPool", "a pool without windows"))
-        if max_bs > rows or writer.width != width:
-            asked = f"[{max_bs}, {writer.width}]"
-            raise ContractError(rejected("shared page table", asked, f"[<= {rows}, {width}]"))
-        return self.sheet
+        if self._sheet is None or self._writer is None:
+            self._writer = writer
+            self._sheet = writer.sheet(self._largest(VERIFY, max_bs), phases=self.steps + 2)
+        first, rows = self._writer, self._sheet.rows
+        if max_bs > rows:
+            raise ContractError(rejected("max_bs", max_bs, f"<= {rows}, as the draft was told"))
+        for field in ("width", "page_size"):
+            asked, held = getattr(writer, field), getattr(first, field)
+            if asked != held:
+                accepted = f"{held}, as the others of its round"
+                raise ContractError(rejected(f"page table {field}", asked, accepted))
+        if writer.req_to_token is not first.req_to_token:
+            raise ContractError(rejected("req_to_token", "another table", "that of its round"))
+        return self._sheet
 
-    def phase(self, mode: ForwardMode) -> int | None:
-        """Which phase of the sheet a mode outside the draft has, None if it has its own."""
-        phases = {ForwardMode.TARGET_VERIFY: 0, ForwardMode.DRAFT_EXTEND_V2: 1}
-        return self.steps + phases[mode] if mode in phases else None
+    def places(self, writer: MetadataWriter, max_bs: int) -> dict[ForwardMode, Place]:
+        """Where verify and extend are planned."""
+        sheet, width = self.sheet(writer, max_bs), self.num_draft_tokens
+        # The extend's seq_lens are those of the verify and its queries.
+        offsets = ((VERIFY, self.covers), (EXTEND, self.covers - width))
+        return {
+            mode: Place(sheet, self._largest(mode, max_bs), self.steps + i, covers)
+            for i, (mode, covers) in enumerate(offsets)
+        }
 
     def verify(self, bs: int) -> Metadata:
         """The verify of a bucket, as the draft fills it."""
-        assert self.sheet is not None
+        assert self._sheet is not None
         if bs not in self._verifies:
             width = self.num_draft_tokens
-            geometry = Geometry(
-                forward_mode=ForwardMode.TARGET_VERIFY,
-                bs=bs,
-                num_tokens=bs * width,
-                max_q_len=width,
-                kv_offset=width,
-                table_headroom=self.covers - width,
+            geometry = replace(
+                self._largest(VERIFY, bs), kv_offset=width, table_headroom=self.covers - width
             )
-            self._verifies[bs] = self.sheet.cut(geometry, self.steps)
+            self._verifies[bs] = self._sheet.cut(geometry, self.steps)
         return self._verifies[bs]
 
-    def announce(self, who: str, bs: int) -> None:
-        """Draft and verify of a round tell their buckets before they are replayed, in any order.
+    def announce(self, mode: ForwardMode, bucket: int | None) -> None:
+        """Every phase tells its bucket once a round, None where it plans for itself.
+
+        Draft and verify come in any order, the extend behind them. Whoever comes a second time is
+        in the next round.
 
         Raises:
-            ContractError: their buckets differ, or a verify comes without a draft.
+            ContractError: a phase would read what the draft of its round does not fill.
         """
-        other, self._announced = self._announced, (who, bs)
-        if other is None:
+        if mode not in (DRAFT, VERIFY, EXTEND):
             return
-        if other[0] == who:
-            if who == VERIFY:
-                accepted = "a draft of its round, which fills what it reads"
-                raise ContractError(rejected("before a verify", "another verify", accepted))
-            return
-        self._announced = None
-        if other[1] != bs:
-            raise ContractError(rejected(f"{who} bucket", bs, f"{other[1]}, the {other[0]}'s"))
+        told = self._told
+        misses_draft = DRAFT not in told and told.get(VERIFY) is not None
+        if mode in told:
+            told.clear()
+        told[mode] = bucket
+        if misses_draft and mode is not DRAFT:
+            told.clear()
+            accepted = "the draft that fills what the verify before it reads"
+            raise ContractError(rejected("phase", mode.name, accepted))
+        readers = [reader for reader in (VERIFY, EXTEND) if told.get(reader) is not None]
+        for reader in readers if DRAFT in told or mode is EXTEND else ():
+            if told[reader] != told.get(DRAFT):
+                found, drafted = told[reader], told.get(DRAFT)
+                told.clear()
+                accepted = f"{drafted}, the draft's of its round (None: it shared nothing)"
+                raise ContractError(rejected(f"{reader.name} bucket", found, accepted))
+
+    def _largest(self, mode: ForwardMode, bs: int) -> Geometry:
+        width = self.num_draft_tokens
+        return Geometry(forward_mode=mode, bs=bs, num_tokens=bs * width, max_q_len=width)

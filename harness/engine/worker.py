@@ -94,13 +94,20 @@ class EagleWorker:
             "draft",
             lambda: self._write_chain(batch, state, self._drafts(state)),
             reads=(now, "req_to_token"),
-            writes=("chain",),
+            writes=("chain", "round metadata"),
         )
         streams.main_waits()
         return streams.main(
             "verify and extend",
             lambda: self._verify_and_extend(batch, state),
-            reads=("chain", "verify batch", "verify metadata", "req_to_token", now),
+            reads=(
+                "chain",
+                "verify batch",
+                "verify metadata",
+                "round metadata",
+                "req_to_token",
+                now,
+            ),
             writes=(then,),
         )
 
