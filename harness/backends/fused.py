@@ -48,7 +48,6 @@ def _fill_lengths(  # type: ignore[no-untyped-def]
     else:
         ends = (lane + 1) * q_len
         keys = keys + offset
-    keys = tl.where(inside, keys, 0)
     tl.store(lengths + phase * lengths_stride + lane, keys, mask=inside)
     tl.store(cu_k + phase * cu_stride + 1 + lane, tl.cumsum(keys, 0), mask=inside)
     tl.store(cu_q + phase * cu_stride + 1 + lane, ends, mask=inside)
