@@ -169,7 +169,7 @@ def fill_fused(
         RAGGED=source.query_lens is not None,
         PADS=last.geometry.pads_queries,
         SWA=swa,
-        num_warps=4 if table or block > 128 else 1,
+        num_warps=4 if block > 256 else 2 if table else 1,
     )
 
 

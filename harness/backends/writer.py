@@ -13,7 +13,7 @@ from harness.upstream.pools import SWAKVPool
 
 # Columns of a page table that one program of the fused fill writes at a time, how many programs a
 # table gets, and how many of them a row gets at least.
-CHUNK, TABLE_PROGRAMS, ROW_PROGRAMS = 512, 2048, 8
+CHUNK, TABLE_PROGRAMS, ROW_PROGRAMS = 256, 2048, 8
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,15 +30,15 @@ MHA, XQA, MLA = (
 
 
 class Int64Lengths(TRTLLMHAAttnBackend):
-    def _fill(self, batch: ForwardBatch) -> None:
-        super()._fill(batch)
+    def _fill(self, batch: ForwardBatch, *, table: bool = True) -> None:
+        super()._fill(batch, table=table)
         plan = self.forward_metadata
         self.forward_metadata = replace(plan, cache_seqlens_int32=plan.cache_seqlens_int32.long())
 
 
 class VerifyForgetsDraftTokens(TRTLLMHAAttnBackend):
-    def _fill(self, batch: ForwardBatch) -> None:
-        super()._fill(batch)
+    def _fill(self, batch: ForwardBatch, *, table: bool = True) -> None:
+        super()._fill(batch, table=table)
         self.forward_metadata.cache_seqlens_int32.sub_(self.num_draft_tokens - 1)
 
 
@@ -50,21 +50,21 @@ class DraftStepOneShort(TRTLLMHAAttnMultiStepDraftBackend):
 
 
 class StaleTableTail(TRTLLMHAAttnBackend):
-    def _fill(self, batch: ForwardBatch) -> None:
-        super()._fill(batch)
+    def _fill(self, batch: ForwardBatch, *, table: bool = True) -> None:
+        super()._fill(batch, table=table)
         table = self.forward_metadata.page_table
         table.copy_(torch.where(table == 0, 1, table))
 
 
 class UntranslatedWindowTable(TRTLLMHAAttnBackend):
-    def _fill(self, batch: ForwardBatch) -> None:
-        super()._fill(batch)
+    def _fill(self, batch: ForwardBatch, *, table: bool = True) -> None:
+        super()._fill(batch, table=table)
         self.forward_metadata.swa_page_table.copy_(self.forward_metadata.page_table)
 
 
 class UntranslatedWindowWrites(TRTLLMHAAttnBackend):
-    def _fill(self, batch: ForwardBatch) -> None:
-        super()._fill(batch)
+    def _fill(self, batch: ForwardBatch, *, table: bool = True) -> None:
+        super()._fill(batch, table=table)
         loc = self.forward_metadata.swa_out_cache_loc
         loc.copy_(batch.out_cache_loc[: len(loc)])
 
@@ -79,8 +79,8 @@ class WindowWritesByTheMappingOfNow(TRTLLMHAAttnBackend):
 
 
 class RowsCountedByBatchSize(TRTLLMHAAttnBackend):
-    def _fill(self, batch: ForwardBatch) -> None:
-        super()._fill(batch)
+    def _fill(self, batch: ForwardBatch, *, table: bool = True) -> None:
+        super()._fill(batch, table=table)
         missing = batch.batch_size - len(batch.seq_lens)
         lengths = pad(self.forward_metadata.cache_seqlens_int32, (0, missing), value=1)
         self.forward_metadata = replace(self.forward_metadata, cache_seqlens_int32=lengths)
@@ -130,14 +130,14 @@ class EqualSplit(TRTLLMMLABackend):
 
 
 class PaddedQueryUnpaddedKeys(TRTLLMMLABackend):
-    def _fill(self, batch: ForwardBatch) -> None:
-        super()._fill(batch)
+    def _fill(self, batch: ForwardBatch, *, table: bool = True) -> None:
+        super()._fill(batch, table=table)
         self.forward_metadata.cache_seqlens_int32.copy_(batch.seq_lens)
 
 
 class AcceptLengthsAsStride(TRTLLMHAAttnBackend):
-    def _fill(self, batch: ForwardBatch) -> None:
-        super()._fill(batch)
+    def _fill(self, batch: ForwardBatch, *, table: bool = True) -> None:
+        super()._fill(batch, table=table)
         if isinstance(batch.spec_info, EagleDraftExtendInput):
             accepted = batch.spec_info.num_accept_tokens
             self.forward_metadata.cu_seqlens_q[1:].copy_(accepted.cumsum(0))
