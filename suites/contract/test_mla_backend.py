@@ -136,3 +136,19 @@ def test_the_host_lengths_peer_reads_lengths_and_refuses_long_ones(changes: Any)
     batch = scene.batch(VERIFY, (3, 3)).with_changes(**changes)
     with pytest.raises(CapacityError, match=r"26.* <= 25 each"):
         scene.backend.init_forward_metadata(batch)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"sliding_window_size": 0}, r"sliding_window_size = 0"),
+        ({"sliding_window_size": 5}, r"sliding_window_size = 5"),
+        ({"sinks": torch.zeros(4)}, r"sinks = 'a tensor' .* None"),
+    ],
+    ids=["window_of_one", "window", "sinks"],
+)
+def test_a_layer_with_a_window_or_sinks_is_refused(changes: dict[str, Any], text: str) -> None:
+    scene = MLAScene()
+    batch, inputs = scene.batch(VERIFY, (3, 3)), scene.inputs(6)
+    with pytest.raises(ContractError, match=text):
+        scene.run(batch, inputs, mla_layer(**changes))
