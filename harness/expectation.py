@@ -8,14 +8,13 @@ from functools import partial
 
 import torch
 
-from harness.capability import Numerics
 from harness.case import Case, Family, KVDtype, Mode
 from harness.dense import DenseRows, dense_rows
 from harness.inputs import Requests, World
+from harness.numerics import PLAIN, Numerics
 from harness.oracle import attend, low_precision_attend, quantize_dequantize
 
 Attend = Callable[..., torch.Tensor]
-PLAIN = Numerics()
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 from harness.backends.round_plan import RoundPlan
 from harness.case import Family
+from harness.devices import new_graph, new_provider
 from harness.engine.allocation import SlotTable
 from harness.engine.generate import Engine
 from harness.engine.models.config import DeepseekConfig, LlamaConfig
@@ -28,7 +29,7 @@ from harness.errors import UsageError, rejected
 from harness.graphs.base import GraphFactory
 from harness.graphs.draft import DraftRunner
 from harness.graphs.target_verify import TargetVerifyRunner
-from harness.subject import Subject, new_graph, new_provider
+from harness.subject import Subject
 from harness.upstream.batch import ForwardMode, LogitsProcessorOutput
 from harness.upstream.pools import (
     KVPool,
@@ -161,7 +162,7 @@ class Rigging:
     def _backend(self, kind: Any, pool: KVPool, shared: RoundPlan | None = None) -> Any:
         spec = self._speculation
         return kind(
-            provider=new_provider(self._subject, self._device),
+            provider=new_provider(self._subject.family, self._subject.capability, self._device),
             req_to_token_pool=self._table,
             token_to_kv_pool=pool,
             max_context_len=self._room.max_context_len,

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 import torch
 
-from harness.capability import Numerics
 from harness.case import Case, Execution, Family, Mode
 from harness.compare import Comparison, compare
 from harness.expectation import Expected, expect
 from harness.inputs import Requests, World
 from harness.invariants import check_metadata, check_writes
+from harness.numerics import Numerics
 from harness.performance import Performance
 from harness.providers.workspace import check_semaphores, shared_workspaces
 from harness.record import Verdict

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,35 +22,23 @@ from harness.backends.unoptimized import (
     KVIndicesMLAMultiStepDraftBackend,
     VerifyFixUpMHABackend,
 )
-from harness.capability import CAPABILITIES, Capability, Numerics, refusal
+from harness.capability import CAPABILITIES, Capability, refusal
 from harness.case import Case, Execution, Family, Mode
+from harness.devices import new_graph, new_provider, real_kernel
 from harness.engine.draft import multi_step_draft
 from harness.engine.models.probe import ProbeModel
 from harness.environment import compute_capability
 from harness.errors import UsageError, rejected
 from harness.graphs.base import GraphFactory, GraphRunner
-from harness.graphs.cuda import CudaGraph
 from harness.graphs.draft import DraftRunner
 from harness.graphs.draft_extend import DraftExtendRunner, UnoptimizedDraftExtendRunner
-from harness.graphs.tape import Tape
 from harness.graphs.target_verify import TargetVerifyRunner
+from harness.numerics import Numerics
 from harness.providers.base import Provider
-from harness.providers.flash_mla import FlashMLA
-from harness.providers.flashinfer_xqa import FlashInferXQA
-from harness.providers.torch_paged import TorchPaged
-from harness.providers.trtllm_gen import TRTLLMGen
 from harness.stage import FORWARD_MODES, Stage
 from harness.upstream.batch import DraftOutput, ForwardBatch, LogitsProcessorOutput
 
 Forward = Callable[[ForwardBatch], LogitsProcessorOutput | DraftOutput]
-
-# Real kernels; every other one, and every one on a CPU, is the strict reference.
-KERNELS: dict[tuple[Family, str], Callable[[torch.device | str], Provider]] = {
-    (Family.MHA, "xqa"): FlashInferXQA,
-    (Family.MHA, "trtllm_gen"): partial(TRTLLMGen, Family.MHA),
-    (Family.MLA, "flash_mla"): FlashMLA,
-    (Family.MLA, "trtllm_gen"): partial(TRTLLMGen, Family.MLA),
-}
 
 ALL_MODES = frozenset(Mode)
 GRAPH_MODES = ALL_MODES - {Mode.EXTEND, Mode.IDLE}
@@ -91,7 +78,7 @@ class Subject:
 
     def numerics(self, device: torch.device | str) -> Numerics:
         """Of the real kernel, or of the reference in its place, which rounds what it is told to."""
-        if real_kernel(self, device) is not None:
+        if real_kernel(self.family, self.kernel, device) is not None:
             return self.capability.numerics
         casts = self.capability.casts_query_to_kv_dtype
         return Numerics(rounds_query=ALL_MODES if casts else frozenset())
@@ -182,34 +169,10 @@ class Rig:
     forward: Forward
 
 
-def real_kernel(
-    subject: Subject, device: torch.device | str
-) -> Callable[[torch.device | str], Provider] | None:
-    """What makes the subject's kernel on this device; None where the reference stands in."""
-    if torch.device(device).type == "cpu":
-        return None
-    return KERNELS.get((subject.family, subject.kernel))
-
-
-def new_provider(subject: Subject, device: torch.device | str) -> Provider:
-    """The subject's kernel; on a CPU the reference kernel, as strict as that one.
-
-    Raises:
-        UsageError: the kernel's package is missing, or the device cannot run it.
-    """
-    kernel = real_kernel(subject, device)
-    return TorchPaged(subject.capability) if kernel is None else kernel(device)
-
-
-def new_graph(device: torch.device | str) -> GraphFactory:
-    """What captures on this device: a tape on a CPU, a CUDA graph on a GPU."""
-    return Tape if torch.device(device).type == "cpu" else partial(CudaGraph, device)
-
-
 def build(subject: Subject, stage: Stage) -> Rig:
     """Provider, backend and probe model of a subject, wired to the stage's pools."""
     case = stage.case
-    provider = new_provider(subject, stage.device)
+    provider = new_provider(subject.family, subject.capability, stage.device)
     model = ProbeModel(stage.world.weights, case, stage.device)
     pools: dict[str, Any] = {
         "provider": provider,

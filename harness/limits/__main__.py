@@ -22,13 +22,13 @@ import torch
 
 from harness.capability import CAPABILITIES, REFERENCE, Capability, device_refusal
 from harness.case import KVDtype
+from harness.devices import KERNELS
 from harness.environment import compute_capability, environment
 from harness.errors import SpecgateError
 from harness.limits.calls import draw
 from harness.limits.table import Probe, probes
 from harness.providers import torch_paged
 from harness.providers.checked import CheckedProvider
-from harness.subject import KERNELS
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKERS, SECONDS = 8, 480

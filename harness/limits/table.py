@@ -7,7 +7,6 @@ from typing import Any
 
 from harness.capability import (
     FLASH_MLA,
-    LARGE,
     TRTLLM_GEN_MHA,
     TRTLLM_GEN_MLA,
     XQA,
@@ -15,6 +14,7 @@ from harness.capability import (
 )
 from harness.case import Dtype, KVDtype
 from harness.limits.calls import Shape
+from harness.numerics import LARGE
 
 
 @dataclass(frozen=True)
