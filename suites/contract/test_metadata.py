@@ -166,6 +166,9 @@ def test_buckets_of_a_phase_share_storage_and_phases_do_not() -> None:
     assert one.page_table.data_ptr() == two.page_table.data_ptr()
     graphs.planner.init_cuda_graph_state(8, 32)
     assert graphs.out_graph(verify, 4) is four
+    five = graphs.out_graph(verify, 5, in_capture=True)
+    assert five.page_table.shape[0] == 5
+    assert five.page_table.data_ptr() != four.page_table.data_ptr()
 
 
 def test_v2_keeps_its_captured_stride() -> None:

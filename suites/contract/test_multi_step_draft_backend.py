@@ -85,6 +85,29 @@ def test_each_step_sees_one_more_key(kind: Any, is_graph: bool) -> None:
     assert batch.seq_lens.tolist() == [7, 4]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_captured_steps_read_one_table_as_far_as_the_last_sees(kind: Any) -> None:
+    multi_step = backend(kind)
+    multi_step.init_cuda_graph_state(4, 4)
+    batch = draft_batch(multi_step).with_changes(seq_lens=torch.tensor([6, 4]))
+    multi_step.init_forward_metadata_out_graph(batch, in_capture=True)
+    multi_step.init_forward_metadata_in_graph(batch)
+    planned = [step.forward_metadata for step in multi_step.attn_backends]
+    assert len({m.page_table.data_ptr() for m in planned}) == 1
+    # The last step's ninth token opens the third page of row 1, its seventh fills none of row 3's.
+    assert planned[0].page_table[:, :4].tolist() == [[7, 2, 11, 0], [4, 12, 0, 0]]
+    assert [m.geometry.table_offset for m in planned] == [3, 3, 3]
+    # Room that suffices stays where it is; where it does not, later captures get their own.
+    multi_step.init_cuda_graph_state(2, 2)
+    multi_step.init_forward_metadata_out_graph(batch, in_capture=True)
+    again = multi_step.attn_backends[0].forward_metadata
+    assert again.page_table.data_ptr() == planned[0].page_table.data_ptr()
+    multi_step.init_cuda_graph_state(8, 8)
+    multi_step.init_forward_metadata_out_graph(batch, in_capture=True)
+    again = multi_step.attn_backends[0].forward_metadata
+    assert again.page_table.data_ptr() != planned[0].page_table.data_ptr()
+
+
 def test_each_step_translates_its_own_write_locations() -> None:
     multi_step = backend(TRTLLMHAAttnMultiStepDraftBackend, token_to_kv_pool=swa_pool())
     batch = draft_batch(multi_step)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fixtures.tiny_engine import Rig
+from fixtures.tiny_engine import PROMPTS, Rig
 from fixtures.toy_attention import slots, swa_pool
 from fixtures.toy_engine import speculation
 from fixtures.toy_scenes import phase_id
@@ -18,12 +18,13 @@ from harness.backends.mla import TRTLLMMLABackend
 from harness.backends.round_plan import DRAFT, EXTEND, VERIFY, RoundPlan
 from harness.backends.unoptimized import HostLengthsMLABackend, VerifyFixUpMHABackend
 from harness.backends.writer import MetadataWriter
+from harness.engine.plan_stream import RecordedStreams
 from harness.errors import ContractError, UsageError
 from harness.upstream.batch import ForwardMode
 
 
 @pytest.mark.parametrize("family", KINDS)
-@pytest.mark.parametrize(("steps", "drafts"), [(4, 3), (3, 5), (2, 1)], ids=str)
+@pytest.mark.parametrize(("steps", "drafts"), [(6, 3), (3, 5), (2, 1)], ids=str)
 def test_one_table_serves_the_round(steps: int, drafts: int, family: str) -> None:
     trio = Trio(steps, drafts, family)
     for seq_lens in ([9, 4], [3], [1, 8], [14, 13]):
@@ -42,6 +43,9 @@ def test_one_table_serves_the_round(steps: int, drafts: int, family: str) -> Non
             assert part.cu_seqlens_k.tolist() == [0, keys[0], sum(keys)][: len(keys) + 1]
             assert part.cu_seqlens_q[-1] == len(keys) * part.geometry.max_q_len
             assert part.page_table.data_ptr() == table.data_ptr()
+            # The extend counts from behind the verify.
+            covers = max(steps - 1, drafts) - (drafts if part is trio.parts()[-1] else 0)
+            assert part.geometry.table_offset == covers
         for row, length, request in zip(table.tolist(), seq_lens, (1, 3), strict=False):
             held = slots(request, 0, length + max(steps - 1, drafts))[::4] // 4
             assert row == held.tolist() + [0] * (len(row) - len(held))
@@ -147,6 +151,7 @@ def test_a_single_step_shares_nothing() -> None:
         RoundPlan(speculative_num_steps=1, num_draft_tokens=4)
 
 
+BACKENDS = {"gqa": TRTLLMHAAttnBackend, "mla": TRTLLMMLABackend}
 # family, version, steps: what every phase of a bucket fills in warm-up and capture
 RIGGED = (
     ("gqa", 2, 4, {(4, True): 2, (1, True): 1, (1, False): 2}),
@@ -168,13 +173,24 @@ def test_an_engine_shares_where_it_can(
         fill(self, phases, source, table=table)
 
     monkeypatch.setattr(MetadataWriter, "fill", counted)
-    Rig(family).engine(speculation(steps, min(3, steps + 1), version), graphs=True)
+    spec = speculation(steps, min(3, steps + 1), version)
+    Rig(family).engine(spec, graphs=True)
     buckets = 2
     assert seen == {key: buckets * times for key, times in fills.items()}
+    # A peer fills by itself, beside steps that share a table all the same.
+    monkeypatch.setattr(BACKENDS[family], "shares_rounds", False)
+    seen.clear()
+    Rig(family).engine(spec, graphs=True)
+    assert not any(kind.shares_rounds for kind in (HostLengthsMLABackend, VerifyFixUpMHABackend))
+    assert seen[1, False] == 0
+    assert seen[steps, True] == 0 or steps == 1
 
 
-def test_peers_that_fill_by_themselves_share_nothing() -> None:
-    for kind in (HostLengthsMLABackend, VerifyFixUpMHABackend):
-        assert not kind.shares_rounds
-    assert TRTLLMHAAttnBackend.shares_rounds
-    assert TRTLLMMLABackend.shares_rounds
+def test_what_the_draft_fills_is_a_resource_of_both_queues() -> None:
+    streams = RecordedStreams()
+    rig = Rig("gqa")
+    rig.engine(speculation(3, 4, 2), graphs=True, streams=streams).generate(PROMPTS[:2], 4)
+    shared = "round metadata"
+    assert {op.name for op in streams.issued if shared in op.writes} == {"draft"}
+    assert {op.name for op in streams.issued if shared in op.reads} == {"verify and extend"}
+    assert streams.hazards() == []
