@@ -9,12 +9,12 @@ import torch
 
 from fixtures.measured import Bench, bench, device_cost
 from fixtures.tables import find
-from fixtures.tables.budgets import BUCKET, DEVICE, FLASH_MLA, XQA, ZERO, Budget
+from fixtures.tables.budgets import BUCKET, DEVICE, FLASH_MLA, XQA, Budget
+from fixtures.weighed import weighed
 from harness.case import Mode
 from harness.effects import observe, waits_refused
-from harness.environment import environment
 from harness.graphs.cuda import CudaGraph
-from harness.record import Record, Verdict
+from harness.record import Record
 
 PLANNED = [mode for mode in Mode if mode is not Mode.IDLE]
 
@@ -23,30 +23,11 @@ PLANNED = [mode for mode in Mode if mode is not Mode.IDLE]
 def test_effects_of_a_replay(
     budget: Budget, cuda: torch.device, record_trial: Callable[[Record], None]
 ) -> None:
-    case = find(budget.case_id)
-    found = device_cost(Bench(budget.subject, case, cuda), BUCKET)
-    over = budget.over(found.counts)
-    exceeded = {name: pair for name, pair in over.items() if pair[0] > pair[1]}
-    lines = [f"{name}: counted {n}, the row says {m}" for name, (n, m) in over.items()]
-    where = ", ".join((*found.host_reads, *found.moved))
-    message = f"{budget.id} ({budget.why}): {'; '.join(lines)}; where: {where or 'nowhere'}"
-    record_trial(
-        Record(
-            case=f"effects-{case.id}",
-            subject=budget.subject,
-            family=case.family,
-            mode=case.mode,
-            execution=budget.execution,
-            device=str(cuda),
-            verdict=Verdict.OVER_BUDGET if exceeded else Verdict.PASSED,
-            message=message if over else "",
-            effects=dict.fromkeys(ZERO, 0) | found.counts,
-            environment=environment(str(cuda)),
-            reproduce=f"pytest '{__name__.replace('.', '/')}.py' -k '{budget.id}'",
-        )
-    )
-    if over:
-        pytest.fail(message, pytrace=False)
+    found = device_cost(Bench(budget.subject, find(budget.case_id), cuda), BUCKET)
+    record = weighed(budget, found, str(cuda), __name__)
+    record_trial(record)
+    if record.message:
+        pytest.fail(record.message, pytrace=False)
 
 
 @pytest.mark.parametrize("mode", PLANNED)

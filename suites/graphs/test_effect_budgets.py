@@ -8,40 +8,21 @@ import pytest
 
 from fixtures.measured import Bench, cost
 from fixtures.tables import find
-from fixtures.tables.budgets import BUCKET, BUDGETS, OWN, ZERO, Budget
+from fixtures.tables.budgets import BUCKET, BUDGETS, OWN, Budget
+from fixtures.weighed import weighed
 from harness.case import Execution, Mode
-from harness.environment import environment
-from harness.record import Record, Verdict
+from harness.record import Record
 from harness.subject import GRAPH_MODES, SUBJECTS
 
 
 @pytest.mark.parametrize("budget", [pytest.param(row, id=row.id) for row in BUDGETS.values()])
 def test_effects_of_a_forward(budget: Budget, record_trial: Callable[[Record], None]) -> None:
     # Counted on the CPU whatever --device is: the tape is the instrument.
-    case = find(budget.case_id)
-    found = cost(Bench(budget.subject, case), budget.execution, BUCKET)
-    over = budget.over(found.counts)
-    exceeded = {name: pair for name, pair in over.items() if pair[0] > pair[1]}
-    lines = [f"{name}: counted {n}, the row says {m}" for name, (n, m) in over.items()]
-    where = ", ".join((*found.host_reads, *found.moved))
-    message = f"{budget.id} ({budget.why}): {'; '.join(lines)}; where: {where or 'nowhere'}"
-    record_trial(
-        Record(
-            case=f"effects-{case.id}",
-            subject=budget.subject,
-            family=case.family,
-            mode=case.mode,
-            execution=budget.execution,
-            device="cpu",
-            verdict=Verdict.OVER_BUDGET if exceeded else Verdict.PASSED,
-            message=message if over else "",
-            effects=dict.fromkeys(ZERO, 0) | found.counts,
-            environment=environment("cpu"),
-            reproduce=f"pytest '{__name__.replace('.', '/')}.py' -k '{budget.id}'",
-        )
-    )
-    if over:
-        pytest.fail(message, pytrace=False)
+    found = cost(Bench(budget.subject, find(budget.case_id)), budget.execution, BUCKET)
+    record = weighed(budget, found, "cpu", __name__)
+    record_trial(record)
+    if record.message:
+        pytest.fail(record.message, pytrace=False)
 
 
 def test_the_table_has_a_row_for_every_mode_of_both_families() -> None:
