@@ -128,14 +128,15 @@ def fill_fused(
     if table:
         grid = (len(phases) + bs + triton.cdiv(locations, LOCATIONS), parts)
     block = triton.next_power_of_2(max(1, bs))
-    unused = source.seq_lens
+    # The kernel steps by one; copies are made of nothing that runners hand in.
+    seq_lens = unused = source.seq_lens.contiguous()
     arguments: dict[str, Any] = {
         "req_to_token": writer.req_to_token,
         "request_stride": writer.req_to_token.stride(0),
         "request_width": writer.req_to_token.shape[1],
-        "req_pool_indices": source.req_pool_indices,
-        "seq_lens": source.seq_lens,
-        "query_lens": unused if source.query_lens is None else source.query_lens,
+        "req_pool_indices": source.req_pool_indices.contiguous(),
+        "seq_lens": seq_lens,
+        "query_lens": unused if source.query_lens is None else source.query_lens.contiguous(),
         "lengths": first.cache_seqlens_int32,
         "lengths_stride": _distance([metadata.cache_seqlens_int32 for metadata in phases]),
         "cu_q": first.cu_seqlens_q,
@@ -149,7 +150,7 @@ def fill_fused(
         "swa_page_table": first.page_table
         if first.swa_page_table is None
         else first.swa_page_table,
-        "out_cache_loc": source.out_cache_loc,
+        "out_cache_loc": source.out_cache_loc.contiguous(),
         "swa_out_cache_loc": unused if first.swa_out_cache_loc is None else first.swa_out_cache_loc,
         "num_locations": locations,
         "bs": bs,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -122,6 +123,9 @@ def test_a_row_has_fewer_programs_than_chunks(
     for lens in ([63_000, 9_000], [8_193, 64_000], [17, 0], [64_000, 30_000], [0, 1]):
         asked = scene.ask(2)
         scene.check(Asked(asked.rows, lens, asked.queries, asked.locs))
+        # What is no longer alive was cleared once and is not cleared again.
+        live = [min(-(-(n + 4) // 16), scene.writers[1].width) for n in lens]
+        assert scene.sheets[1].filled.tolist() == [[n] * parts for n in live]
 
 
 def test_buckets_of_one_sheet_filled_in_turn(device: torch.device) -> None:
@@ -140,6 +144,24 @@ def test_a_fill_of_lengths_leaves_the_table_and_its_record(device: torch.device)
     for sheet in scene.sheets:
         assert sheet.page_table.unique().tolist() == [UNTOUCHED]
         assert sheet.filled.unique().tolist() == [3]
+
+
+def test_strided_inputs_are_read_by_their_strides(device: torch.device) -> None:
+    scene = Scene(KINDS["target_verify"], 3, 16, 200, device, swa=False)
+    asked = Asked(rows=[2, 5, 1], lens=[33, 190, 16], queries=[1, 1, 1], locs=[0] * 12)
+    source = asked.source(scene.kind, device)
+    strided = replace(
+        source,
+        seq_lens=torch.stack((source.seq_lens, source.seq_lens + 64), 1)[:, 0],
+        req_pool_indices=torch.stack((source.req_pool_indices, source.req_pool_indices - 1), 1)[
+            :, 0
+        ],
+    )
+    phases = [scene.sheets[1].cut(geometry) for geometry in scene.kind.geometries(3, 0)]
+    scene.writers[1].fill(phases, strided)
+    wanted = expected(scene.kind, asked, scene.writers[1], scene.table, [])
+    for name, rows in wanted.items():
+        assert leading(getattr(scene.sheets[1], name), rows) == rows, name
 
 
 def far_table(stride: int, rows: int, columns: int, device: torch.device) -> torch.Tensor:
