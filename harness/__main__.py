@@ -19,6 +19,7 @@ DIFFERENTIAL = (
 )
 EVERYTHING = ("suites", "--ignore=suites/latency")
 CUDA = ("--device", "cuda")
+WORKERS_PER_GPU = 4
 LATENCY = ("suites/latency", "-n0")
 """Times are taken by one process, which shares the GPU with no other."""
 GOLDENS = ("suites/differential/test_goldens.py", "suites/speculative/test_golden_prompts.py")
@@ -50,8 +51,9 @@ def run(report: Path, args: Sequence[str]) -> int:
         The first exit code that is not zero: pytest's, the report's, the gate's.
     """
     folder = report.absolute()
-    where = ("-n", "auto", "--maxprocesses", "8", "--device", "auto", "--report", str(folder))
-    code = start("pytest", *DIFFERENTIAL, *where, *args)
+    spread = ("-n", "auto", "--maxprocesses", "8", "--workers-per-gpu", str(WORKERS_PER_GPU))
+    where = ("--device", "auto", "--report", str(folder))
+    code = start("pytest", *DIFFERENTIAL, *spread, *where, *args)
     return next(filter(None, [code, *_judge(folder, code)]), 0)
 
 
@@ -95,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
     runs.add_argument("--report", type=Path, default=Path("report"), metavar="DIR")
     gpus = verbs.add_parser("gpu", help="run every suite that takes a device on real kernels")
     gpus.add_argument("--report", type=Path, default=Path("report"), metavar="DIR")
-    gpus.add_argument("--workers-per-gpu", type=int, default=1, metavar="K")
+    gpus.add_argument("--workers-per-gpu", type=int, default=WORKERS_PER_GPU, metavar="K")
     goldens = verbs.add_parser("golden", help="verify, add or rewrite the recorded answers")
     goldens.add_argument("mode", choices=GOLDEN_MODES)
     reports = verbs.add_parser("report", help="print records, write their page")
@@ -118,6 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     commands = parser()
     options, args = commands.parse_known_args(argv)
+    if args[:1] == ["--"]:
+        del args[0]
     if options.verb == "run":
         return run(options.report, args)
     if options.verb == "gpu":

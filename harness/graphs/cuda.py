@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -80,7 +81,8 @@ class CudaGraph:
         if self._captured:
             raise ContractError("a graph is captured once; make another one")
         torch.cuda.synchronize(self._device)
-        with torch.no_grad(), torch.cuda.stream(capture_stream(self._device)):
+        stream = torch.cuda.stream(capture_stream(self._device))
+        with torch.no_grad(), stream, collector_off():
             try:
                 result = self._recorded(run)
             except RuntimeError as error:
@@ -137,6 +139,18 @@ class CudaGraph:
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(index, self._pool)
             torch._C._cuda_releasePool(index, self._pool)
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """No garbage is collected inside: a graph destroyed there would break off the capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @cache

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -96,6 +97,30 @@ def test_a_capture_is_ended_and_made_ready(graph: Callable[[], CudaGraph]) -> No
     assert log == ["synchronize", f"begin in {POOL}, global", "end", "instantiate", "replay"]
     with pytest.raises(ContractError, match="captured once"):
         made.capture(lambda: 5)
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_no_garbage_is_collected_while_a_capture_is_open(
+    graph: Callable[[], CudaGraph], monkeypatch: pytest.MonkeyPatch, was_on: bool, fails: bool
+) -> None:
+    seen: list[bool] = []
+    for name in ("capture_begin", "capture_end"):
+        monkeypatch.setattr(Recording, name, lambda *_, **__: seen.append(gc.isenabled()))
+
+    def run() -> None:
+        seen.append(gc.isenabled())
+        if fails:
+            raise ContractError("off the plan")
+
+    (gc.enable if was_on else gc.disable)()
+    try:
+        with pytest.raises(ContractError) if fails else nullcontext():
+            graph().capture(run)
+        assert gc.isenabled() is was_on
+    finally:
+        gc.enable()
+    assert seen == [False, False, False]
 
 
 def test_graphs_of_one_runner_may_share_a_pool(graph: Callable[[], CudaGraph]) -> None:

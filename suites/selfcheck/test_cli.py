@@ -35,11 +35,18 @@ def test_run_tests_reports_and_gates(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     folder = tmp_path / "out"
     pytest_call, *after = stand_in.calls
     assert pytest_call[:3] == ("pytest", "suites/differential", "suites/speculative")
+    assert pytest_call[-9:-5] == ("--workers-per-gpu", "4", "--device", "auto")
     assert pytest_call[-5:] == ("--report", str(folder), "-k", "draft_extend_v2", "-x")
     assert after == [
         ("ci.report", f"{folder}/records.jsonl", "--out", f"{folder}/index.html"),
         ("ci.gate", f"{folder}/records.jsonl"),
     ]
+
+
+def test_a_separator_does_not_reach_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = started(monkeypatch)
+    assert cli.main(["run", "--", "-k", "draft_extend_v2"]) == 0
+    assert stand_in.calls[0][-3:] == (str(cli.Path("report").absolute()), "-k", "draft_extend_v2")
 
 
 @pytest.mark.parametrize(
