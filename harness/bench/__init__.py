@@ -1,0 +1,1 @@
+"""Trials, blocks and arms: what a benchmark measures, and what its records say."""

@@ -1,0 +1,257 @@
+"""Lines of a benchmark's ``bench.jsonl``: a session's plan, then every trial; the rest is derived.
+
+A session compares two arms on some cases. Its plan is written before its first trial and never
+changes: the coin's seed, the margins and the thresholds are fixed before anything is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UsageError, rejected
+from harness.evidence.blocks import Design
+from harness.evidence.conditions import Conditions
+from harness.evidence.decision import Thresholds
+from harness.evidence.margin import Bounds
+from harness.record import Environment
+
+FORMAT = 1
+
+
+class Role(StrEnum):
+    """Why a session is measured."""
+
+    CANDIDATE = "candidate"
+    """Arm B is what is asked about."""
+    SAME = "A/A"
+    """Arm B is arm A again: it must be neither REGRESSED nor IMPROVED."""
+    PLANTED = "planted"
+    """Arm B is arm A with a known slowdown: it must be REGRESSED."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is asked of a server.
+
+    Args:
+        id: such as "bs8-in512-out64".
+        batch_size: requests in flight at a time.
+        input_len, output_len: tokens a request.
+        requests: how many a pass; a multiple of batch_size. One pass of batch_size requests sent
+            together is a one-batch workload; more make a closed loop.
+    """
+
+    id: str
+    batch_size: int
+    input_len: int
+    output_len: int
+    requests: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmFacts:
+    """One side of a comparison, as it was started.
+
+    Args:
+        name: for people, such as "fa3" or "sglang 0.5.14".
+        command: argv of its server, empty where one was attached to.
+        versions: packages that matter, such as {"sglang": "0.5.14"}.
+    """
+
+    name: str
+    command: tuple[str, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CasePlan:
+    """What is fixed about one metric of one workload.
+
+    Args:
+        workload: its id.
+        metric: name of a row of the margins table.
+        bounds: log margins and the most valid blocks, from the calibration or the warm-up.
+        calibrated: scale of A/A effects, log units.
+    """
+
+    workload: str
+    metric: str
+    bounds: Bounds
+    calibrated: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """The plan of a session.
+
+    Args:
+        id: unique in a file, such as "candidate".
+        role: why it is measured.
+        a, b: the arms; A is the reference.
+        seed, design: of the coin.
+        thresholds: of the family.
+        workloads: in the order every trial runs them.
+        cases: what is ruled on.
+        started: ISO 8601, UTC.
+        environment: the machine.
+    """
+
+    id: str
+    role: Role
+    a: ArmFacts
+    b: ArmFacts
+    seed: str
+    design: Design
+    thresholds: Thresholds
+    workloads: tuple[Workload, ...]
+    cases: tuple[CasePlan, ...]
+    started: str
+    environment: Environment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One request, timed by its client.
+
+    Args:
+        ttft_ms: send to first chunk.
+        latency_ms: send to last chunk.
+        chunk_gaps_ms: between chunks; a chunk carries what one step accepted.
+        completion_tokens, spec_verify_ct, cached_tokens: from ``meta_info``; verify count 0
+            without speculation.
+    """
+
+    ttft_ms: float
+    latency_ms: float
+    chunk_gaps_ms: tuple[float, ...]
+    completion_tokens: int
+    spec_verify_ct: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One workload on one launch of one arm.
+
+    Args:
+        session, block, place, arm: where in the design: block from 0, place from 0 in the block's
+            order, arm "A" or "B".
+        workload: its id.
+        metrics: one number each, in the unit of its margin; empty where the trial failed.
+        samples: every measured request.
+        conditions: what the machine did meanwhile.
+        mhz: median SM clock, None without a GPU.
+        flush_tries, flush_seconds: of the flush before the measured pass.
+        invalid: what alone makes it unbelievable, such as a failed request.
+        started: ISO 8601, UTC.
+        seconds: from launch to the last answer.
+    """
+
+    session: str
+    block: int
+    place: int
+    arm: str
+    workload: str
+    metrics: dict[str, float]
+    samples: tuple[Sample, ...]
+    conditions: Conditions
+    mhz: float | None
+    flush_tries: int
+    flush_seconds: float
+    invalid: tuple[str, ...]
+    started: str
+    seconds: float
+
+
+Line = Session | Trial
+
+
+def to_json(line: Line) -> str:
+    """One line, without a newline."""
+    kind = type(line).__name__.lower()
+    return json.dumps({"format": FORMAT, "kind": kind} | asdict(line), separators=(",", ":"))
+
+
+def from_json(text: str) -> Line:
+    """The inverse of ``to_json``.
+
+    Raises:
+        UsageError: the line is neither a session nor a trial of this format.
+    """
+    try:
+        data: dict[str, Any] = json.loads(text)
+        if (found := data.pop("format", None)) != FORMAT:
+            raise UsageError(rejected("bench record format", found, str(FORMAT)))
+        kind = data.pop("kind", None)
+        if kind == "session":
+            return _session(data)
+        if kind == "trial":
+            return _trial(data)
+        raise UsageError(rejected("bench record kind", kind, "session, trial"))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"not a bench record: {text[:80]!r} ({error})") from error
+
+
+def _session(data: dict[str, Any]) -> Session:
+    for arm in ("a", "b"):
+        facts = data[arm]
+        data[arm] = ArmFacts(**facts | {"command": tuple(facts["command"])})
+    cases = (CasePlan(**case | {"bounds": Bounds(**case["bounds"])}) for case in data["cases"])
+    return Session(
+        **data
+        | {
+            "role": Role(data["role"]),
+            "design": Design(data["design"]),
+            "thresholds": Thresholds(**data["thresholds"]),
+            "workloads": tuple(Workload(**workload) for workload in data["workloads"]),
+            "cases": tuple(cases),
+            "environment": Environment(**data["environment"]),
+        }
+    )
+
+
+def _trial(data: dict[str, Any]) -> Trial:
+    samples = (s | {"chunk_gaps_ms": tuple(s["chunk_gaps_ms"])} for s in data["samples"])
+    conditions: dict[str, Any] = {
+        name: tuple(fact) if isinstance(fact, list) else fact
+        for name, fact in data["conditions"].items()
+    }
+    return Trial(
+        **data
+        | {
+            "samples": tuple(Sample(**sample) for sample in samples),
+            "conditions": Conditions(**conditions),
+            "invalid": tuple(data["invalid"]),
+        }
+    )
+
+
+def append(path: Path, line: Line) -> None:
+    """Add a line, whole and on the disk before this returns."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(to_json(line) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(path: Path) -> Iterator[Line]:
+    """Every line of a file, in order; a last line that was cut off is left out.
+
+    Raises:
+        UsageError: the file is missing, or a line is no record; the message names the line.
+    """
+    if not path.is_file():
+        raise UsageError(rejected("bench records", str(path), "an existing file"))
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            yield from_json(line)
+        except UsageError as error:
+            raise UsageError(f"{path}:{number}: {error}") from error

@@ -1,0 +1,1 @@
+"""HTTP, with no knowledge of what is served."""

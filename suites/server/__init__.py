@@ -1,0 +1,1 @@
+"""What a server must do, over HTTP."""
