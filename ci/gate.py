@@ -1,4 +1,7 @@
-"""``python -m ci.gate RECORDS``: 0 if the records of a run are green and complete, 1 if not."""
+"""``python -m ci.gate RECORDS...``: 0 if the records of a run are green and complete, 1 if not.
+
+The files are those of one run: one, or one a shard.
+"""
 
 from __future__ import annotations
 
@@ -60,11 +63,11 @@ def _hint(record: Record) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 green, 1 red, 2 for records that cannot be read."""
-    if len(argv) != 1:
-        print("usage: python -m ci.gate RECORDS", file=sys.stderr)
+    if not argv:
+        print("usage: python -m ci.gate RECORDS...", file=sys.stderr)
         return 2
     try:
-        records = list(read_records(Path(argv[0])))
+        records = [record for path in argv for record in read_records(Path(path))]
     except UsageError as error:
         print(f"gate: {error}", file=sys.stderr)
         return 2

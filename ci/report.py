@@ -1,4 +1,4 @@
-"""``python -m ci.report RECORDS [--out PAGE]``: a table in the terminal and one offline page."""
+"""``python -m ci.report RECORDS... [--out PAGE]``: a table in the terminal and one offline page."""
 
 from __future__ import annotations
 
@@ -161,11 +161,12 @@ def show(records: Sequence[Record], console: Console) -> None:
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0, or 2 for records or a path that cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m ci.report", description=__doc__)
-    parser.add_argument("records", type=Path, metavar="RECORDS", help="a records.jsonl")
+    files = "a records.jsonl, or one a shard"
+    parser.add_argument("records", type=Path, nargs="+", metavar="RECORDS", help=files)
     parser.add_argument("--out", type=Path, metavar="PAGE", help="where the page is written")
     options = parser.parse_args(argv)
     try:
-        records = list(read_records(options.records))
+        records = [record for path in options.records for record in read_records(path)]
         if options.out is not None:
             write_page(options.out, records)
     except UsageError as error:

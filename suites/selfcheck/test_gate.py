@@ -139,7 +139,6 @@ def test_broken_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert line.startswith(f"gate: {path}:2: not a record")
 
 
-@pytest.mark.parametrize("argv", [[], ["one", "two"]])
-def test_wrong_usage_is_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert gate.main(argv) == 2
-    assert capsys.readouterr().err == "usage: python -m ci.gate RECORDS\n"
+def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gate.main([]) == 2
+    assert capsys.readouterr().err == "usage: python -m ci.gate RECORDS...\n"
