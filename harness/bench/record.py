@@ -18,7 +18,7 @@ from harness.errors import UsageError, rejected
 from harness.evidence.blocks import Design
 from harness.evidence.conditions import Conditions
 from harness.evidence.decision import Thresholds
-from harness.evidence.margin import Bounds
+from harness.evidence.margin import Bounds, Margin
 from harness.record import Environment
 
 FORMAT = 1
@@ -78,12 +78,20 @@ class CasePlan:
         metric: name of a row of the margins table.
         bounds: log margins and the most valid blocks, from the calibration or the warm-up.
         calibrated: scale of A/A effects, log units.
+        unit, higher_is_better: of the metric, as its row says.
     """
 
     workload: str
     metric: str
     bounds: Bounds
     calibrated: float
+    unit: str = ""
+    higher_is_better: bool = False
+
+    @property
+    def margin(self) -> Margin:
+        """The row as far as judging needs it: name, unit and direction."""
+        return Margin(metric=self.metric, unit=self.unit, higher_is_better=self.higher_is_better)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +159,7 @@ class Trial:
         invalid: what alone makes it unbelievable, such as a failed request.
         started: ISO 8601, UTC.
         seconds: from launch to the last answer.
+        counts: of the measured passes, where the server reports any; they have no noise.
     """
 
     session: str
@@ -167,6 +176,7 @@ class Trial:
     invalid: tuple[str, ...]
     started: str
     seconds: float
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 Line = Session | Trial
