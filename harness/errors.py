@@ -7,7 +7,11 @@ SpecgateError
 └── ContractError           a backend, kernel, graph or pool broke its contract
     ├── KernelRefusal       a kernel was handed what it does not accept
     ├── CaptureViolation    something that cannot be recorded happened while recording
-    └── CapacityError       a length, batch or page does not fit where it must go
+    ├── CapacityError       a length, batch or page does not fit where it must go
+    └── ServerError         a server answered what was right by an error, or not at all
+        ├── Busy            it would not flush until the deadline
+        ├── NotFlushed      it said that it flushed, and its cache was warm
+        └── NotReady        it ended, or was not well by its deadline
 """
 
 from __future__ import annotations
@@ -43,6 +47,31 @@ class CaptureViolation(ContractError):
 
 class CapacityError(ContractError):
     """A length, batch or page does not fit where it must go."""
+
+
+class ServerError(ContractError):
+    """A server answered what was right by an error, or not at all.
+
+    Args:
+        message: shows the address and what was answered.
+        status: of its answer, None without one.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Busy(ServerError):
+    """A server refused to flush, or could not be reached, until the deadline."""
+
+
+class NotFlushed(ServerError):
+    """A server said that it flushed, and its next request found cached tokens."""
+
+
+class NotReady(ServerError):
+    """A server ended, or was not well by its deadline; the message shows the end of its log."""
 
 
 def rejected(field: str, value: object, accepted: object) -> str:

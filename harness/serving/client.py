@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import requests
+from requests.adapters import HTTPAdapter
 
-from harness.errors import ContractError
+from harness.errors import ServerError
+from harness.serving.events import SNIPPET, events
 
-DONE = "[DONE]"
+GENERATE = "/generate"
 HEALTH_S = 5.0
-SNIPPET = 300
-"""Characters of a body that an error message shows."""
+POOL = 256
+"""Connections kept open, so that none of as many threads waits or opens one anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Answer:
         """From one element of an answer of ``/generate``.
 
         Raises:
-            ContractError: it is none.
+            ServerError: it is none.
         """
         try:
             meta = body["meta_info"]
@@ -57,7 +57,7 @@ class Answer:
                 finish_reason=(meta["finish_reason"] or {}).get("type", ""),
             )
         except (KeyError, TypeError, AttributeError) as error:
-            raise ContractError(f"no answer of /generate: {str(body)[:SNIPPET]}") from error
+            raise ServerError(f"no answer of /generate: {str(body)[:SNIPPET]}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +71,6 @@ class Chunk:
 
     answer: Answer
     at: float
-
-
-class ServerError(ContractError):
-    """A server answered a request that was right by an error."""
 
 
 class Client:
@@ -92,6 +88,8 @@ class Client:
         self.base_url = base_url.rstrip("/")
         self._timeout_s = timeout_s
         self._session = requests.Session()
+        for scheme in ("http://", "https://"):
+            self._session.mount(scheme, HTTPAdapter(pool_maxsize=POOL))
         if api_key:
             self._session.headers["Authorization"] = f"Bearer {api_key}"
 
@@ -107,6 +105,11 @@ class Client:
         """What ``/server_info`` says."""
         return dict(self._call("GET", "/server_info").json())
 
+    def cache_shape(self) -> tuple[int, int]:
+        """Tokens a page of the prefix cache, and how many workers have one of their own."""
+        info = self.server_info()
+        return info.get("page_size") or 1, info.get("dp_size") or 1
+
     def models(self) -> list[str]:
         """Ids of ``/v1/models``."""
         return [model["id"] for model in self._call("GET", "/v1/models").json()["data"]]
@@ -115,61 +118,69 @@ class Client:
         """Let sglang sleep before every forward, None to stop: a planted slowdown."""
         self._call("POST", "/slow_down", {"forward_sleep_time": seconds})
 
-    def abort(self, rid: str) -> None:
-        """Abort the request of this id."""
-        self._call("POST", "/abort_request", {"rid": rid})
+    def abort(self, rid: str | None) -> None:
+        """Abort the request of this id, None for all."""
+        self._call("POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
 
     def generate(
-        self, input_ids: Sequence[int], max_new_tokens: int, *, ignore_eos: bool = True
+        self,
+        input_ids: Sequence[int],
+        max_new_tokens: int,
+        *,
+        ignore_eos: bool = True,
+        worker: int | None = None,
     ) -> Answer:
-        """Greedy continuation of a prompt.
+        """Greedy continuation of a prompt, by one of several data-parallel workers if named.
 
         Raises:
-            ServerError: the server refused, or answered with an error.
-            requests.RequestException: it could not be reached, or fell silent.
+            ServerError: the server refused, answered with an error, or could not be reached.
         """
         body = _body(list(input_ids), max_new_tokens, ignore_eos)
-        return Answer.parse(self._call("POST", "/generate", body).json())
+        if worker is not None:
+            body["routed_dp_rank"] = worker
+        return Answer.parse(self._json(body))
 
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, ignore_eos: bool = True
     ) -> list[Answer]:
         """The same of several prompts in one request."""
         body = _body([list(prompt) for prompt in prompts], max_new_tokens, ignore_eos)
-        return [Answer.parse(part) for part in self._call("POST", "/generate", body).json()]
+        return [Answer.parse(part) for part in self._json(body)]
 
     def stream(
         self, input_ids: Sequence[int], max_new_tokens: int, *, ignore_eos: bool = True
     ) -> Iterator[Chunk]:
-        """Chunks of a continuation as they come.
+        """Chunks of a continuation as they come; closing the iterator disconnects.
 
         Raises:
             ServerError: as in ``generate``, or the stream ended before it was done.
         """
         body = _body(list(input_ids), max_new_tokens, ignore_eos) | {"stream": True}
-        with self._call("POST", "/generate", body, stream=True) as answer:
-            for line in answer.iter_lines():
-                at = time.perf_counter()
-                data = line.decode().removeprefix("data:").strip()
-                if data == DONE:
-                    return
-                if data:
-                    found = json.loads(data)
-                    if "error" in found:
-                        raise ServerError(f"{self.base_url}/generate: {found['error']}")
-                    yield Chunk(answer=Answer.parse(found), at=at)
-        raise ServerError(f"{self.base_url}/generate: the stream broke off")
+        with self._call("POST", GENERATE, body, stream=True) as answer:
+            for at, event in events(answer):
+                yield Chunk(answer=Answer.parse(event), at=at)
+
+    def _json(self, body: dict[str, Any]) -> Any:
+        answer = self._call("POST", GENERATE, body)
+        try:
+            return answer.json()
+        except requests.JSONDecodeError as error:
+            raise ServerError(f"no answer of {GENERATE}: {answer.text[:SNIPPET]}") from error
 
     def _call(
         self, method: str, path: str, body: Any = None, *, stream: bool = False
     ) -> requests.Response:
         url = self.base_url + path
-        answer = self._session.request(
-            method, url, json=body, timeout=self._timeout_s, stream=stream
-        )
-        if not answer.ok:
-            raise ServerError(f"{url}: {answer.status_code}: {answer.text[:SNIPPET]}")
-        return answer
+        try:
+            answer = self._session.request(
+                method, url, json=body, timeout=self._timeout_s, stream=stream
+            )
+            if answer.status_code == requests.codes.ok:
+                return answer
+            text = answer.text[:SNIPPET]
+        except requests.RequestException as error:
+            raise ServerError(f"{url}: {error}") from error
+        raise ServerError(f"{url}: {answer.status_code}: {text}", answer.status_code)
 
 
 def _body(input_ids: Any, max_new_tokens: int, ignore_eos: bool) -> dict[str, Any]:

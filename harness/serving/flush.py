@@ -19,7 +19,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from harness.errors import ContractError
+from harness.errors import Busy, NotFlushed, ServerError, UsageError, rejected
 from harness.serving.client import Client
 
 FLUSH = "/flush_cache"
@@ -27,17 +27,11 @@ RESET_PREFIX_CACHE = "/reset_prefix_cache"
 """The same of vLLM."""
 TIMEOUT_S = 60.0
 WAIT_S = 2.0
+LEAST_S = 0.1
 HANG_S = 5.0
 """What a server may take beyond the timeout that it was asked for."""
+SNIPPET = 200
 JITTER = wait_random_exponential(multiplier=0.1, max=2.0)
-
-
-class Busy(ContractError):
-    """A server refused to flush, or could not be reached, until the deadline."""
-
-
-class NotFlushed(ContractError):
-    """A server said that it flushed, and its next request found cached tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +51,21 @@ def flush_cache_with_retry(url: str, endpoint: str = FLUSH, max_retries: int = 3
     """POST until it is answered 200, waiting 2 s in between (sglang #24566).
 
     Raises:
+        UsageError: not even one try is allowed.
         requests.HTTPError: the last try was refused.
         requests.RequestException: a try could not be made.
     """
+    if max_retries < 1:
+        raise UsageError(rejected("max_retries", max_retries, "1 or more"))
     for attempt in range(1, max_retries + 1):
+        if attempt > 1:
+            time.sleep(WAIT_S)
         answer = requests.post(url + endpoint, timeout=TIMEOUT_S)
         if answer.status_code == requests.codes.ok:
             return
-        if attempt == max_retries:
-            answer.raise_for_status()
-            raise requests.HTTPError(f"{url}{endpoint}: {answer.status_code}", response=answer)
-        time.sleep(WAIT_S)
+    answer.raise_for_status()
+    # No error status is not yet a flush: 202 only promises one.
+    raise requests.HTTPError(f"{url}{endpoint}: {answer.status_code}", response=answer)
 
 
 def flush(
@@ -84,46 +82,61 @@ def flush(
 
     Raises:
         Busy: still refused at the deadline; the message shows the last answer.
-        requests.HTTPError: any other status than 200 and 400.
+        ServerError: any other status than 200 and 400, or silence beyond the deadline.
     """
-    started = time.monotonic()
-    deadline = started + deadline_s
+    url = base_url.rstrip("/") + endpoint
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-
-    def attempt() -> int:
-        left = max(deadline - time.monotonic(), 0.1)
-        asked = {"timeout": f"{left:.1f}"}
-        try:
-            answer = requests.post(
-                base_url + endpoint, params=asked, headers=headers, timeout=left + HANG_S
-            )
-        except requests.ConnectionError as error:
-            raise Busy(f"{base_url}{endpoint}: {error}") from error
-        if answer.status_code == requests.codes.bad_request:
-            raise Busy(f"{base_url}{endpoint}: 400: {answer.text[:200]}")
-        answer.raise_for_status()
-        return answer.status_code
-
+    started = time.monotonic()
     retrying = Retrying(
         retry=retry_if_exception_type(Busy),
         stop=stop_after_delay(deadline_s),
-        wait=lambda state: min(JITTER(state), max(deadline - time.monotonic(), 0.0)),
+        # Never past the deadline, at which there is a last try.
+        wait=lambda state: min(JITTER(state), max(started + deadline_s - time.monotonic(), 0.0)),
         reraise=True,
     )
-    retrying(attempt)
+    for attempt in retrying:
+        with attempt:
+            _ask(url, headers, max(started + deadline_s - time.monotonic(), LEAST_S))
     tries = int(retrying.statistics["attempt_number"])
     return Flushed(tries=tries, seconds=time.monotonic() - started)
 
 
+def _ask(url: str, headers: dict[str, str], left_s: float) -> None:
+    """One flush, which the server may defer as long as is left."""
+    timeout = {"timeout": f"{left_s:.1f}"}
+    try:
+        answer = requests.post(url, params=timeout, headers=headers, timeout=left_s + HANG_S)
+    except requests.ConnectionError as error:
+        raise Busy(f"{url}: {error}") from error
+    except requests.RequestException as error:
+        raise ServerError(f"{url}: {error}") from error
+    status, said = answer.status_code, f"{url}: {answer.status_code}: {answer.text[:SNIPPET]}"
+    if status == requests.codes.bad_request:
+        raise Busy(said, status)
+    if status != requests.codes.ok:
+        raise ServerError(said, status)
+
+
 def prove_flushed(client: Client, input_ids: Sequence[int]) -> None:
-    """Send a prompt that was cached before the flush; it leaves the cache warm again.
+    """Send every worker a prompt that was cached before the flush; the cache is warm again then.
+
+    sglang answers 200 where the first data-parallel worker flushed and another refused (#39562).
+
+    Args:
+        client: of the server.
+        input_ids: longer than a page, since shorter ones are never cached.
 
     Raises:
         NotFlushed: cached tokens were used.
+        UsageError: the prompt could prove nothing.
     """
-    cached = client.generate(input_ids, 1).cached_tokens
-    if cached:
-        raise NotFlushed(
-            f"{client.base_url} answered 200 to a flush, and then {cached} of {len(input_ids)} "
-            "prompt tokens came from its cache"
-        )
+    page_size, workers = client.cache_shape()
+    if len(input_ids) <= page_size:
+        raise UsageError(rejected("len(input_ids)", len(input_ids), f"more than {page_size}"))
+    for worker in range(workers):
+        answer = client.generate(input_ids, 1, worker=worker if workers > 1 else None)
+        if answer.cached_tokens:
+            raise NotFlushed(
+                f"{client.base_url} answered 200 to a flush, and then {answer.cached_tokens} of "
+                f"{len(input_ids)} prompt tokens came from the cache of worker {worker}"
+            )

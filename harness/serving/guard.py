@@ -1,60 +1,57 @@
-"""``python -m harness.serving.guard FD ARGV…``: run a command until the pipe on FD closes.
+"""``python -m harness.serving.guard ARGV…``: run a command until standard input closes.
 
-The launching process holds the pipe's other end. However it ends, kill -9 included, the kernel
-closes that end, and the guard stops everything that the command has started.
+The launching process holds the other end of that pipe. However it ends, kill -9 included, the
+kernel closes it, and the guard stops everything that the command has started.
 """
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 import psutil
 
 GRACE_S = 5.0
 """What a process that was asked to end may take before it is killed."""
-
-
-def family(leader: int) -> list[psutil.Process]:
-    """The members of the leader's process group and all descendants of the leader."""
-    found = {}
-    with contextlib.suppress(psutil.NoSuchProcess):
-        found = {child.pid: child for child in psutil.Process(leader).children(recursive=True)}
-    for process in psutil.process_iter():
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getpgid(process.pid) == leader:
-                found[process.pid] = process
-    return list(found.values())
-
-
-def stop(leader: int, grace_s: float = GRACE_S) -> None:
-    """End a process group and the leader's descendants: first asked, then killed."""
-    alive = family(leader)
-    for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, GRACE_S)):
-        for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
-        _, alive = psutil.wait_procs(alive, timeout=patience_s)
+NOT_STARTED = 127
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code of the command; nothing it started outlives it or the pipe."""
-    pipe, *command = argv
-    process = subprocess.Popen(command, start_new_session=True)
+    """Exit code of the command, as a shell has it; nothing it started outlives this."""
+    # Whose parent has ended becomes a child of the guard instead of init's, and is found.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        command = subprocess.Popen(argv, stdin=subprocess.DEVNULL, start_new_session=True)
+    except OSError as error:
+        print(f"cannot start {argv[0]}: {error}", file=sys.stderr)
+        return NOT_STARTED
+    try:
+        ended = os.pidfd_open(command.pid)
+        select.select([sys.stdin, ended], [], [])
+        code = command.poll() or 0
+    finally:
+        stop()
+    return code if code >= 0 else 128 - code
 
-    def watch() -> None:
-        os.read(int(pipe), 1)
-        stop(process.pid)
 
-    threading.Thread(target=watch, daemon=True).start()
-    code = process.wait()
-    stop(process.pid, grace_s=0.5)
-    return code
+def stop() -> None:
+    """End all descendants of this process: first asked, then killed until none is left."""
+    guard = psutil.Process()
+    number, patience_s = signal.SIGTERM, GRACE_S
+    while alive := guard.children(recursive=True):
+        for process in alive:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        psutil.wait_procs(alive, timeout=patience_s)
+        number, patience_s = signal.SIGKILL, 1.0
 
 
 if __name__ == "__main__":

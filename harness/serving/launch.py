@@ -12,26 +12,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.errors import ContractError
+from harness.errors import NotReady, ServerError
 from harness.serving.client import Client
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.1
 STOP_S = 30.0
+ATTACH_S = 10.0
 LAST_LINES = 20
-
-
-class NotReady(ContractError):
-    """A server ended, or was not well by its deadline; the message shows the end of its log."""
+_GIVEN: set[int] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How to start a server.
+    """How to start a server, once: its port is chosen.
 
     Args:
         name: for people.
-        argv: its command.
+        argv: its command; empty where a server that runs is attached to.
         url: where it will answer.
         env: added to this process's environment.
         ready_s: how long it may take to be well.
@@ -45,30 +43,27 @@ class Launch:
 
 
 class Running:
-    """A server that was started.
+    """A server that was started, and may not be ready yet; several start side by side.
 
     Args:
         spec: how.
-        log: file of its output.
+        log: file of its output, overwritten.
     """
 
     def __init__(self, spec: Launch, log: Path) -> None:
         self.spec, self.log, self.url = spec, log, spec.url
         self.started = time.monotonic()
-        guard = [sys.executable, "-m", "harness.serving.guard"]
-        watched, self._held = os.pipe()
-        with log.open("wb") as output:
-            self._guard = subprocess.Popen(
-                [*guard, str(watched), *spec.argv],
-                cwd=ROOT,
-                env=os.environ | dict(spec.env),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=(watched,),
-                start_new_session=True,
-            )
-        os.close(watched)
+        self._guard = _guarded(spec, log) if spec.argv else None
+
+    @property
+    def pid(self) -> int | None:
+        """The process whose descendants the server's are; None if it was attached to."""
+        return self._guard.pid if self._guard else None
+
+    @property
+    def alive(self) -> bool:
+        """Whether its first process runs; of a server that was attached to, whether it is well."""
+        return self._guard.poll() is None if self._guard else Client(self.url).health()
 
     def wait_ready(self) -> float:
         """Seconds from start until it says that it is well.
@@ -78,39 +73,52 @@ class Running:
         """
         client, deadline = Client(self.url), self.started + self.spec.ready_s
         while not client.health():
-            code = self._guard.poll()
-            if code is not None:
-                raise NotReady(
-                    f"{self.spec.name} ended with {code} before it was ready{self._end()}"
-                )
+            if self._guard and (code := self._guard.poll()) is not None:
+                raise NotReady(f"{self._who} ended with {code} before it was ready{self._end()}")
             if time.monotonic() > deadline:
-                waited = f"not ready after {self.spec.ready_s:g} s"
-                raise NotReady(f"{self.spec.name} at {self.url}: {waited}{self._end()}")
+                raise NotReady(f"{self._who} not ready after {self.spec.ready_s:g} s{self._end()}")
             time.sleep(POLL_S)
         return time.monotonic() - self.started
-
-    @property
-    def alive(self) -> bool:
-        """Whether its first process runs."""
-        return self._guard.poll() is None
 
     def stop(self) -> None:
         """Stop every process of it; once is enough, more does nothing.
 
         Raises:
-            ContractError: something of it would not end.
+            ServerError: something of it would not end.
         """
-        if self._held >= 0:
-            os.close(self._held)
-            self._held = -1
+        if self._guard is None:
+            return
+        if self._guard.stdin:
+            self._guard.stdin.close()
         try:
             self._guard.wait(STOP_S)
         except subprocess.TimeoutExpired as error:
-            raise ContractError(f"{self.spec.name} did not end within {STOP_S:g} s") from error
+            raise ServerError(f"{self._who} did not end within {STOP_S:g} s") from error
+
+    @property
+    def _who(self) -> str:
+        return f"{self.spec.name} at {self.url}"
 
     def _end(self) -> str:
+        if self._guard is None:
+            return ""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "".join(f"\n    {line}" for line in (f"log: {self.log}", *lines[-LAST_LINES:]))
+
+
+def _guarded(spec: Launch, log: Path) -> subprocess.Popen[bytes]:
+    """The guard of the server's processes, which ends them when its standard input closes."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "harness.serving.guard", *spec.argv],
+            cwd=ROOT,
+            env=os.environ | dict(spec.env),
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 @contextmanager
@@ -129,14 +137,23 @@ def launch(spec: Launch, log: Path) -> Iterator[Running]:
 
 
 def free_port() -> int:
-    """A port nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port nobody listens on at the moment, and that this process was not given before."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if port not in _GIVEN:
+            _GIVEN.add(port)
+            return port
+
+
+def attached(url: str) -> Launch:
+    """A server that somebody else has started, and will stop."""
+    return Launch(name="attached", argv=(), url=url.rstrip("/"), ready_s=ATTACH_S)
 
 
 def embedded(
-    pair: str, *, python: str = sys.executable, ready_s: float = 60.0, **options: object
+    pair: str, *, python: str = sys.executable, ready_s: float = 120.0, **options: object
 ) -> Launch:
     """``specgate serve`` with a shipped pair.
 
@@ -147,13 +164,16 @@ def embedded(
         options: of the command, such as ``max_running_requests=8``; None leaves one out.
     """
     port = free_port()
-    flags = {"pair": pair, "port": port} | {k: v for k, v in options.items() if v is not None}
-    words = [
-        w for name, value in flags.items() for w in (f"--{name.replace('_', '-')}", str(value))
-    ]
+    given = {name: value for name, value in options.items() if value is not None}
     return Launch(
         name=f"embedded {pair}",
-        argv=(python, "-m", "harness", "serve", *words),
+        argv=(python, "-m", "harness", "serve", *flags(pair=pair, port=port, **given)),
         url=f"http://127.0.0.1:{port}",
         ready_s=ready_s,
     )
+
+
+def flags(**values: object) -> tuple[str, ...]:
+    """``--name value`` of each, in order, with dashes for underscores."""
+    pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in values.items())
+    return tuple(word for pair in pairs for word in pair)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.serving.launch import Launch, free_port
+from harness.serving.launch import Launch, flags, free_port
 
 READY_S = 300.0
 MAX_TOTAL_TOKENS, MEM_FRACTION_STATIC = 20_000, 0.3
@@ -39,37 +39,35 @@ def sglang(
         args: further flags, which win over those set here.
     """
     port = free_port()
-    flags: dict[str, object] = {
-        "model-path": target,
-        "attention-backend": attention_backend,
-        "host": "127.0.0.1",
-        "port": port,
-        "nccl-port": free_port(),
-        "context-length": context_length,
-        "max-running-requests": max_running_requests,
-        "cuda-graph-max-bs": max_running_requests,
-        "max-total-tokens": MAX_TOTAL_TOKENS,
-        "mem-fraction-static": MEM_FRACTION_STATIC,
-        "random-seed": 0,
-        "log-level": "warning",
-    }
+    spec: dict[str, object] = {}
     if draft is not None:
-        flags |= {
-            "speculative-algorithm": "NEXTN" if _is_mla(target) else "EAGLE",
-            "speculative-draft-model-path": draft,
-            "speculative-num-steps": num_steps,
-            "speculative-eagle-topk": 1,
-            "speculative-num-draft-tokens": num_draft_tokens,
+        spec = {
+            "speculative_algorithm": "EAGLE",
+            "speculative_draft_model_path": draft,
+            "speculative_num_steps": num_steps,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": num_draft_tokens,
         }
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    words = flags(
+        model_path=target,
+        attention_backend=attention_backend,
+        host="127.0.0.1",
+        port=port,
+        nccl_port=free_port(),
+        context_length=context_length,
+        max_running_requests=max_running_requests,
+        cuda_graph_max_bs=max_running_requests,
+        max_total_tokens=MAX_TOTAL_TOKENS,
+        mem_fraction_static=MEM_FRACTION_STATIC,
+        random_seed=0,
+        log_level="warning",
+        **spec,
+    )
     return Launch(
         name=f"sglang {attention_backend}",
         # Idle servers of a wave must not keep a core busy while another one is measured.
         argv=(python, "-m", "sglang.launch_server", *words, "--sleep-on-idle", *args),
         url=f"http://127.0.0.1:{port}",
+        env={"HF_HUB_OFFLINE": "1"},
         ready_s=READY_S,
     )
-
-
-def _is_mla(target: Path) -> bool:
-    return "DeepseekV3ForCausalLM" in (target / "config.json").read_text(encoding="utf-8")
