@@ -23,6 +23,7 @@ from harness.engine.phases import (
 )
 from harness.engine.plain import PlainWorker
 from harness.engine.plan_stream import PlanStream
+from harness.engine.prefix_cache import PrefixCache
 from harness.engine.speculation import Speculation, Version
 from harness.engine.worker import EagleWorker
 from harness.errors import UsageError, rejected
@@ -96,11 +97,17 @@ class Rigging:
             self._table, PagedAllocator(room.num_pages, room.page_size), self.target_pool
         )
 
-    def engine(self, streams: PlanStream | None = None) -> Engine:
-        """The engine; with streams, v2 overlaps."""
+    def engine(self, streams: PlanStream | None = None, *, prefix_cache: bool = False) -> Engine:
+        """The engine; with streams, v2 overlaps; with a prefix cache, later prompts share pages."""
         room, spec = self._room, self._speculation
         worker = self._plain() if spec is None else self._eagle(spec, streams)
-        return Engine(worker, self.slots, max_bs=room.max_bs, max_context_len=room.max_context_len)
+        return Engine(
+            worker,
+            self.slots,
+            max_bs=room.max_bs,
+            max_context_len=room.max_context_len,
+            prefix_cache=PrefixCache(self.slots.allocator) if prefix_cache else None,
+        )
 
     def _plain(self) -> PlainWorker:
         target = self._backend(self._subject.backend, self.target_pool)

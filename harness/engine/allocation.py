@@ -7,6 +7,7 @@ when the request finishes, is aborted or is retracted.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -30,12 +31,14 @@ class Lease:
         committed: tokens whose keys and values count.
         pages: full-pool pages, in token order.
         swa_pages: sliding-window pages, one a full page where the pool is hybrid.
+        shared: how many of the first pages belong to a prefix cache.
     """
 
     row: int
     committed: int = 0
     pages: list[int] = field(default_factory=list)
     swa_pages: list[int] = field(default_factory=list)
+    shared: int = 0
     released: bool = False
 
 
@@ -91,6 +94,25 @@ class SlotTable:
         """Whole pages that hold so many tokens."""
         return -(-tokens // self.page_size)
 
+    def missing(self, lease: Lease, tokens: int) -> int:
+        """Pages that a reservation of so many tokens would take."""
+        return max(self.pages_for(lease.committed + tokens) - len(lease.pages), 0)
+
+    def share(self, lease: Lease, pages: list[int]) -> None:
+        """Begin a lease with pages that a prefix cache keeps; their tokens are committed.
+
+        Raises:
+            ContractError: the lease has tokens already.
+            UsageError: the pool is hybrid: a window's pages are not shared.
+        """
+        if lease.pages:
+            raise ContractError(rejected("pages of the lease", len(lease.pages), "none yet"))
+        if pages and self.swa_allocator is not None:
+            raise UsageError(rejected("shared pages", len(pages), "none in a hybrid pool"))
+        self._write(lease, list(pages))
+        lease.shared = len(pages)
+        lease.committed = len(pages) * self.page_size
+
     def reserve(self, lease: Lease, tokens: int) -> None:
         """Hold pages for the committed tokens and so many more; all of them or none.
 
@@ -103,8 +125,8 @@ class SlotTable:
         columns = self.req_to_token_pool.req_to_token.shape[1]
         if wanted > columns:
             raise CapacityError(rejected("tokens of a request", wanted, f"at most {columns}"))
-        count = self.pages_for(wanted) - len(lease.pages)
-        if count <= 0:
+        count = self.missing(lease, tokens)
+        if not count:
             return
         pages = self.allocator.alloc(count)
         if self.swa_allocator is not None:
@@ -129,8 +151,8 @@ class SlotTable:
             raise ContractError(rejected("committed tokens", tokens, f"0 … {room}"))
         lease.committed += tokens
 
-    def release(self, lease: Lease) -> None:
-        """Give everything back.
+    def release(self, lease: Lease, kept: Collection[int] = ()) -> None:
+        """Give everything back but shared pages and those that a prefix cache keeps.
 
         Raises:
             ContractError: the lease is released already.
@@ -140,7 +162,7 @@ class SlotTable:
         if self.swa_allocator is not None:
             self.swa_allocator.free(lease.swa_pages)
             self._map(lease.pages, None)
-        self.allocator.free(lease.pages)
+        self.allocator.free([page for page in lease.pages[lease.shared :] if page not in kept])
         self.req_to_token_pool.free([lease.row])
 
     def _require_open(self, lease: Lease) -> None:

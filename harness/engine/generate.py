@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from harness.engine.allocation import Lease, SlotTable
 from harness.engine.plan_stream import PlanStream
+from harness.engine.prefix_cache import Node, PrefixCache
 from harness.engine.request import Generation, Request
 from harness.engine.state import Round, State, join, select
-from harness.errors import CapacityError, UsageError, rejected
+from harness.errors import CapacityError, ContractError, UsageError, rejected
 
 
 class Worker(Protocol):
@@ -26,13 +28,34 @@ class Worker(Protocol):
         """The queues the worker issues to."""
         ...
 
-    def prefill(self, prompts: Sequence[Sequence[int]], rows: list[int]) -> State:
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], rows: list[int], cached: Sequence[int] = ()
+    ) -> State:
         """Compute prompts into reserved pages of request rows; without prompts, run idle."""
         ...
 
     def step(self, state: State) -> tuple[State, Round]:
         """One round of every request; without requests, run idle."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """Who has the pages: free, cached and held ones are all there are.
+
+    Args:
+        total_pages: without the padding page.
+        free_pages: nobody's.
+        cached_pages: the prefix cache's.
+        held_pages: those that running requests do not share with it.
+        held_rows: requests that hold any.
+    """
+
+    total_pages: int
+    free_pages: int
+    cached_pages: int
+    held_pages: int
+    held_rows: int
 
 
 class Engine:
@@ -46,13 +69,20 @@ class Engine:
         slots: leases over the worker's pools.
         max_bs: most requests at a time.
         max_context_len: most tokens of a prompt and its generation.
+        prefix_cache: over the slots' allocator; without one every prompt is computed whole.
 
     Raises:
         UsageError: no request may run, or a last round would not fit the request-to-token table.
     """
 
     def __init__(
-        self, worker: Worker, slots: SlotTable, *, max_bs: int, max_context_len: int
+        self,
+        worker: Worker,
+        slots: SlotTable,
+        *,
+        max_bs: int,
+        max_context_len: int,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         columns = slots.req_to_token_pool.req_to_token.shape[1]
         if max_bs < 1:
@@ -64,6 +94,7 @@ class Engine:
         self._slots = slots
         self._max_bs = max_bs
         self._max_context_len = max_context_len
+        self._cache = prefix_cache
         self._state = worker.prefill([], [])
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -93,11 +124,44 @@ class Engine:
         """Queue a prompt.
 
         Raises:
-            UsageError: it is empty or too long, or nothing is to be generated.
+            UsageError: it is empty or too long, nothing is to be generated, or its last round
+                would not fit the pools even if it ran alone.
         """
         request = self._request(prompt, max_new_tokens, eos)
+        tokens = len(prompt) + max_new_tokens + self._worker.headroom
+        room = self.usage.total_pages * self._slots.page_size
+        if tokens > room:
+            raise UsageError(rejected("tokens of a request and a round", tokens, f"<= {room}"))
         self.waiting.append(request)
         return request
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs or waits."""
+        return not (self.running or self.waiting)
+
+    @property
+    def usage(self) -> Usage:
+        """Who has the pages."""
+        leases = [_held(request) for request in self.running]
+        return Usage(
+            total_pages=self._slots.allocator.num_pages - 1,
+            free_pages=self._slots.allocator.available_pages,
+            cached_pages=self._cache.pages if self._cache else 0,
+            held_pages=sum(len(lease.pages) - lease.shared for lease in leases),
+            held_rows=len(leases),
+        )
+
+    def flush(self) -> int:
+        """Forget every prefix; how many pages that gave back.
+
+        Raises:
+            ContractError: requests run or wait.
+        """
+        if not self.idle:
+            asked = f"{len(self.running)} running, {len(self.waiting)} waiting requests"
+            raise ContractError(rejected("flush with", asked, "none"))
+        return self._cache.clear() if self._cache else 0
 
     def step(self) -> None:
         """Admit, run one round, retire; a round without requests runs idle."""
@@ -141,11 +205,14 @@ class Engine:
             return
         leases = [_held(request) for request in admitted]
         tokens = [request.tokens for request in admitted]
-        fresh = self._worker.prefill(tokens, [lease.row for lease in leases])
+        cached = [lease.committed for lease in leases]
+        fresh = self._worker.prefill(tokens, [lease.row for lease in leases], cached)
         self._state = join(self._state, fresh)
         self.running += admitted
         for request, lease, first in zip(admitted, leases, fresh.bonus.tolist(), strict=True):
-            self._slots.commit(lease, len(request.tokens))
+            if not request.generation.prefills:
+                request.generation.cached_tokens = lease.committed
+            self._slots.commit(lease, len(request.tokens) - lease.committed)
             request.generation.prefills += 1
             request.emit([first])
         self._retire()
@@ -153,14 +220,20 @@ class Engine:
     def _lease(self, request: Request, *, alone: bool) -> bool:
         """Pages for a waiting request and its first round, if there are any."""
         lease = self._slots.open()
+        prefix = self._cache.acquire(request.tokens) if self._cache else []
+        if prefix:
+            self._share(lease, prefix)
         try:
-            self._reserve(lease, len(request.tokens) + self._worker.headroom)
+            missing = len(request.tokens) - lease.committed
+            self._reserve(lease, missing + self._worker.headroom)
         except CapacityError:
             self._slots.release(lease)
+            if self._cache:
+                self._cache.release(prefix)
             if alone:
                 raise
             return False
-        request.lease = lease
+        request.lease, request.prefix = lease, prefix
         return True
 
     def _make_room(self) -> None:
@@ -175,7 +248,15 @@ class Engine:
                     raise
                 self.retract(self.running[-1])
 
+    def _share(self, lease: Lease, prefix: Sequence[Node]) -> None:
+        pages = [node.page for node in prefix]
+        self._worker.streams.main(
+            "share", lambda: self._slots.share(lease, pages), writes=("req_to_token",)
+        )
+
     def _reserve(self, lease: Lease, tokens: int) -> None:
+        if self._cache:
+            self._cache.make_room(self._slots.missing(lease, tokens))
         self._worker.streams.main(
             "reserve", lambda: self._slots.reserve(lease, tokens), writes=("req_to_token",)
         )
@@ -186,11 +267,18 @@ class Engine:
 
     def _drop(self, request: Request) -> None:
         place = self.running.index(request)
-        self._slots.release(_held(request))
-        request.lease = None
+        self._give_back(request, _held(request))
         kept = [i for i in range(len(self.running)) if i != place]
         self._state = select(self._state, kept)
         del self.running[place]
+
+    def _give_back(self, request: Request, lease: Lease) -> None:
+        kept: set[int] = set()
+        if self._cache:
+            kept = self._cache.insert(request.tokens, lease.committed, lease.pages)
+            self._cache.release(request.prefix)
+        self._slots.release(lease, kept)
+        request.lease, request.prefix = None, []
 
 
 def _held(request: Request) -> Lease:

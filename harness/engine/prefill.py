@@ -42,17 +42,29 @@ class Chunk:
         return [i for i, ids in enumerate(self.ids) if len(self.shifted[i]) < len(ids)]
 
 
-def chunks(prompts: Sequence[Sequence[int]], size: int | None) -> Iterator[Chunk]:
-    """Prompts in chunks of at most size tokens, None for whole; one empty chunk without prompts."""
-    longest = max(map(len, prompts), default=0)
+def chunks(
+    prompts: Sequence[Sequence[int]], size: int | None, cached: Sequence[int] = ()
+) -> Iterator[Chunk]:
+    """Prompts in chunks of at most size tokens, None for whole; one empty chunk without prompts.
+
+    Args:
+        prompts: their tokens.
+        size: most tokens a request and chunk.
+        cached: tokens a prompt that are there already, all 0 if empty.
+    """
+    begins = list(cached) or [0] * len(prompts)
+    left = [len(prompt) - begin for prompt, begin in zip(prompts, begins, strict=True)]
+    longest = max(left, default=0)
     step = size or max(longest, 1)
-    for start in range(0, max(longest, 1), step):
-        live = [i for i, prompt in enumerate(prompts) if len(prompt) > start]
+    for done in range(0, max(longest, 1), step):
+        live = [i for i, tokens in enumerate(left) if tokens > done]
+        starts = [begins[i] + done for i in live]
+        places = list(zip(live, starts, strict=True))
         yield Chunk(
             requests=live,
-            starts=[start] * len(live),
-            ids=[list(prompts[i][start : start + step]) for i in live],
-            shifted=[list(prompts[i][start + 1 : start + step + 1]) for i in live],
+            starts=starts,
+            ids=[list(prompts[i][start : start + step]) for i, start in places],
+            shifted=[list(prompts[i][start + 1 : start + step + 1]) for i, start in places],
         )
 
 
@@ -93,12 +105,17 @@ class Prefill:
         if self.chunk_size is not None and self.chunk_size < 1:
             raise UsageError(rejected("chunk_size", self.chunk_size, ">= 1 or None"))
 
-    def __call__(self, prompts: Sequence[Sequence[int]], rows: list[int]) -> State:
-        """Compute prompts into pages that are reserved already; the bonus is the first token."""
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], rows: list[int], cached: Sequence[int] = ()
+    ) -> State:
+        """Compute prompts into pages that are reserved already; the bonus is the first token.
+
+        The first ``cached`` tokens of each prompt, none by default, have been computed before.
+        """
         order: list[int] = []
         firsts: list[torch.Tensor] = []
         proposals: list[Proposal] = []
-        for chunk in chunks(prompts, self.chunk_size):
+        for chunk in chunks(prompts, self.chunk_size, cached):
             first, proposal = self._chunk(chunk, [rows[i] for i in chunk.requests])
             order += [chunk.requests[i] for i in chunk.ending]
             firsts.append(first)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from harness.engine.allocation import Lease
+from harness.engine.prefix_cache import Node
 
 
 @dataclass
@@ -20,12 +21,14 @@ class Generation:
         accept_lengths: tokens each round emitted, in order; all 1 without speculation.
         prefills: how often it was computed from its start: 1 + its retractions.
         cut: tokens dropped behind max_new_tokens or the end token.
+        cached_tokens: of the prompt, found in a prefix cache by its first prefill.
     """
 
     token_ids: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)
     prefills: int = 0
     cut: int = 0
+    cached_tokens: int = 0
 
     @property
     def completion_tokens(self) -> int:
@@ -53,6 +56,7 @@ class Request:
         eos: the token that ends it, None for none.
         generation: what it has so far.
         lease: what it holds while it runs.
+        prefix: pages of a prefix cache that it reads while it runs.
     """
 
     prompt: list[int]
@@ -60,6 +64,7 @@ class Request:
     eos: int | None
     generation: Generation = field(default_factory=Generation)
     lease: Lease | None = None
+    prefix: list[Node] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:

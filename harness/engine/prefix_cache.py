@@ -1,0 +1,132 @@
+"""Pages that finished requests leave behind for prompts that begin alike.
+
+EAGLE's draft sees a token one position early: its entry at position p was computed from token
+p + 1. So a page is known by its own tokens and by the one behind it; a prompt that goes on
+differently behind the page computes it again. Hence at least one token of a prompt is always left
+to compute, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from harness.upstream.pools import PagedAllocator
+
+Key = tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Node:
+    """A page of a sequence.
+
+    Args:
+        key: its tokens and the one behind them.
+        page: where target and draft keep it.
+        parent: the page before it, None for the root.
+        children: the pages behind it, by key.
+        users: running requests that read it.
+        used: when it was last wanted.
+    """
+
+    key: Key
+    page: int
+    parent: Node | None
+    children: dict[Key, Node] = field(default_factory=dict)
+    users: int = 0
+    used: int = 0
+
+
+class PrefixCache:
+    """A tree of pages; the least recently wanted leaf goes first.
+
+    Args:
+        allocator: where its pages come from and go back to.
+    """
+
+    def __init__(self, allocator: PagedAllocator) -> None:
+        self._allocator = allocator
+        self._page_size = allocator.page_size
+        self._root = Node((), 0, None)
+        self._clock = 0
+
+    @property
+    def pages(self) -> int:
+        """Pages in the tree."""
+        return sum(1 for _ in self._nodes())
+
+    def acquire(self, tokens: Sequence[int]) -> list[Node]:
+        """The longest known run of whole pages, kept until it is released."""
+        found, node = [], self._root
+        for key in self._keys(tokens, len(tokens)):
+            child = node.children.get(key)
+            if child is None:
+                break
+            found.append(node := child)
+        for node in found:
+            node.users += 1
+        self._want(found)
+        return found
+
+    def release(self, nodes: Sequence[Node]) -> None:
+        """Let what was acquired be evicted again."""
+        for node in nodes:
+            node.users -= 1
+
+    def insert(self, tokens: Sequence[int], computed: int, pages: Sequence[int]) -> set[int]:
+        """Take over pages of a sequence.
+
+        Args:
+            tokens: of the sequence.
+            computed: how many of them have their keys and values.
+            pages: of the sequence, from its start.
+
+        Returns:
+            The pages that are the tree's now; the others stay the caller's.
+        """
+        node, path, taken = self._root, [], set()
+        for key, page in zip(self._keys(tokens, computed), pages, strict=False):
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = Node(key, page, node)
+                taken.add(page)
+            path.append(node := child)
+        self._want(path)
+        return taken
+
+    def make_room(self, pages: int) -> None:
+        """Evict until so many pages are free, or nothing is left that nobody reads."""
+        while self._allocator.available_pages < pages:
+            leaves = [n for n in self._nodes() if not n.children and not n.users]
+            if not leaves:
+                return
+            self._evict(min(leaves, key=lambda node: node.used))
+
+    def clear(self) -> int:
+        """Evict everything that nobody reads; how many pages that was."""
+        before = self.pages
+        self.make_room(self._allocator.num_pages)
+        return before - self.pages
+
+    def _evict(self, node: Node) -> None:
+        assert node.parent is not None
+        del node.parent.children[node.key]
+        self._allocator.free([node.page])
+
+    def _want(self, path: Sequence[Node]) -> None:
+        self._clock += 1
+        for node in path:
+            node.used = self._clock
+
+    def _keys(self, tokens: Sequence[int], computed: int) -> Iterator[Key]:
+        """Of every whole page whose keys and values are there and whose next token is known."""
+        last = min(computed, len(tokens) - 1) // self._page_size * self._page_size
+        for start in range(0, last, self._page_size):
+            yield tuple(tokens[start : start + self._page_size + 1])
+
+    def _nodes(self) -> Iterator[Node]:
+        waiting = [*self._root.children.values()]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting += node.children.values()

@@ -1,0 +1,145 @@
+"""A prompt that finds its beginning in the cache goes on as if it had been computed whole."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from fixtures.tiny_engine import BACKENDS, NEW, Rig
+from harness.engine.generate import Engine
+from harness.engine.prefix_cache import PrefixCache
+from harness.engine.request import Request
+from harness.engine.speculation import Speculation, Version
+from harness.errors import ContractError, UsageError
+from harness.upstream.pools import PagedAllocator
+
+PAGE = 4
+SPECS = {
+    "plain": None,
+    "v1": Speculation(num_steps=3, num_draft_tokens=3, version=Version.V1),
+    "v2": Speculation(num_steps=3, num_draft_tokens=3, version=Version.V2),
+}
+FIRST = [5, 9, 3, 11, 60, 2, 7, 40, 21, 8]
+FORKED = [*FIRST[:8], 22, 8, 13]
+"""Two whole pages alike, but the token behind the second is another."""
+LONGER = [*FIRST, 17, 33, 4]
+
+
+@pytest.fixture(scope="module", params=sorted(BACKENDS))
+def rig(request: pytest.FixtureRequest) -> Rig:
+    return Rig(request.param)
+
+
+def finish(engine: Engine, *prompts: list[int]) -> list[Request]:
+    requests = [engine.submit(prompt, NEW) for prompt in prompts]
+    while not engine.idle:
+        engine.step()
+        balanced(engine)
+    return requests
+
+
+def balanced(engine: Engine) -> None:
+    usage = engine.usage
+    assert usage.free_pages + usage.cached_pages + usage.held_pages == usage.total_pages
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("name", SPECS)
+@torch.inference_mode()
+def test_warm_answers_are_the_oracles(rig, name, graphs):
+    spec = SPECS[name]
+    due = {len(p): rig.expected(p, spec or SPECS["v2"]) for p in (FIRST, FORKED, LONGER)}
+    engine = rig.engine(spec, graphs=graphs, prefix_cache=True)
+    cold = finish(engine, FIRST)[0]
+    warm = finish(engine, FORKED, LONGER, FIRST)
+    assert [r.generation.cached_tokens for r in (cold, *warm)] == [0, 4, 8, 8]
+    for request in (cold, *warm):
+        expected = due[len(request.prompt)]
+        assert request.generation.token_ids == list(expected.token_ids)
+        if spec:
+            accepted = request.generation.accept_lengths
+            assert accepted == list(expected.accept_lengths)[: len(accepted)]
+
+
+@torch.inference_mode()
+def test_generated_tokens_are_found_again(rig):
+    engine = rig.engine(SPECS["v2"], prefix_cache=True)
+    said = finish(engine, FIRST)[0].tokens
+    again = finish(engine, [*said[:21], 1])[0]
+    assert again.generation.cached_tokens == 20
+    assert again.generation.token_ids == list(rig.expected([*said[:21], 1], SPECS["v2"]).token_ids)
+
+
+@torch.inference_mode()
+def test_eviction_makes_room_and_nothing_leaks(rig):
+    engine = rig.engine(SPECS["v2"], prefix_cache=True, num_pages=1 + 9)
+    draw = random.Random(3)
+    for _ in range(6):
+        prompt = [draw.randrange(90) for _ in range(draw.randrange(9, 18))]
+        request = finish(engine, prompt)[0]
+        assert len(request.generation.token_ids) == NEW
+    assert engine.usage.cached_pages > 4
+    cached = engine.usage.cached_pages
+    assert engine.flush() == cached
+    assert engine.usage.free_pages == 9
+
+
+@torch.inference_mode()
+def test_aborted_and_retracted_requests_give_their_pages_back(rig):
+    engine = rig.engine(SPECS["v2"], prefix_cache=True)
+    finish(engine, FIRST)
+    one, two = engine.submit(LONGER, NEW), engine.submit(FORKED, NEW)
+    engine.step()
+    engine.retract(one)
+    balanced(engine)
+    engine.abort(two)
+    balanced(engine)
+    while not engine.idle:
+        engine.step()
+        balanced(engine)
+    assert one.generation.token_ids == list(rig.expected(LONGER, SPECS["v2"]).token_ids)
+    assert one.generation.cached_tokens == 8
+    assert engine.usage.held_rows == engine.usage.held_pages == 0
+    engine.flush()
+    assert engine.usage.free_pages == engine.usage.total_pages
+
+
+@torch.inference_mode()
+def test_a_busy_engine_does_not_flush_and_a_request_too_large_is_refused(rig):
+    engine = rig.engine(SPECS["v2"], prefix_cache=True, num_pages=1 + 6)
+    engine.submit(FIRST, 4)
+    with pytest.raises(ContractError, match="0 running, 1 waiting"):
+        engine.flush()
+    with pytest.raises(UsageError, match="tokens of a request and a round = 26 .* <= 24"):
+        engine.submit(FIRST, 13)
+
+
+def test_pages_are_known_by_the_token_behind_them():
+    cache = PrefixCache(PagedAllocator(8, PAGE))
+    assert cache.insert(range(9), 9, [1, 2]) == {1, 2}
+    assert [n.page for n in cache.acquire(range(10))] == [1, 2]
+    assert [n.page for n in cache.acquire(range(9))] == [1, 2]
+    assert [n.page for n in cache.acquire(range(8))] == [1]
+    assert [n.page for n in cache.acquire([*range(8), 99])] == [1]
+    assert cache.acquire([99, *range(1, 9)]) == []
+    assert cache.insert([*range(8), 99], 9, [1, 3]) == {3}
+    assert cache.insert(range(9), 7, [4, 5]) == set()
+
+
+def test_the_least_recently_wanted_leaf_goes_first():
+    allocator = PagedAllocator(6, PAGE)
+    cache = PrefixCache(allocator)
+    old, fork, new = [*range(9)], [*range(4), 50, 51, 52, 53, 54], [*range(20, 25)]
+    cache.insert(old, 9, allocator.alloc(2))
+    cache.insert(new, 5, allocator.alloc(1))
+    cache.insert(fork, 9, allocator.alloc(2))
+    held = cache.acquire(old)
+    cache.make_room(2)
+    assert (allocator.available_pages, cache.pages) == (2, 3)
+    assert cache.acquire(new) == []
+    assert cache.clear() == 1
+    cache.release(held)
+    assert cache.clear() == 2
+    assert allocator.available_pages == 5
