@@ -1,0 +1,1 @@
+"""What people and other tools read, made from a benchmark's ``bench.jsonl``."""

@@ -1,0 +1,38 @@
+"""``python -m ci.bench BENCH [--out DIR] [--history FILE]``: everything a night's records say.
+
+Exit code: 0 where nothing is red, 1 where something is, 2 for records that cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ci.bench import outputs
+from harness.errors import UsageError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the outputs and print the summary; annotations too where GitHub runs this."""
+    parser = argparse.ArgumentParser(prog="python -m ci.bench", description=__doc__)
+    parser.add_argument("bench", type=Path, metavar="BENCH", help="a bench.jsonl")
+    parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR")
+    parser.add_argument("--history", type=Path, metavar="FILE", help="default: DIR/history.jsonl")
+    options = parser.parse_args(argv)
+    nights = options.history or options.out / "history.jsonl"
+    try:
+        written = outputs.write(options.bench, options.out, nights)
+    except UsageError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+    print(written.summary, end="")
+    if os.environ.get("GITHUB_ACTIONS"):
+        print(*written.annotations, sep="\n")
+    return 1 if written.is_red else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""Numbers for other tools: github-action-benchmark's JSON and OpenMetrics text."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.openmetrics.exposition import generate_latest
+
+from ci.bench.row import Row, percent
+
+LABELS = ("session", "workload", "metric", "sku", "a", "b")
+GAUGES: tuple[tuple[str, str, Callable[[Row], float | None]], ...] = (
+    ("ratio", "B / A in the metric's own direction", lambda row: row.evidence.ratio),
+    ("ratio_low", "Lower 95 % bound of the ratio", lambda row: row.evidence.low),
+    ("ratio_high", "Upper 95 % bound of the ratio", lambda row: row.evidence.high),
+    ("slowdown", "ln of the ratio, positive is worse", lambda row: row.cost),
+    ("e_regressed", "Evidence for a regression", lambda row: row.evidence.e_regressed),
+    ("e_clear", "Evidence against a regression", lambda row: row.evidence.e_clear),
+    ("e_improved", "Evidence for an improvement", lambda row: row.evidence.e_improved),
+    ("mde", "Least slowdown that this noise would show, log units", lambda row: row.finding.mde),
+    ("blocks", "Valid blocks used", lambda row: row.evidence.blocks),
+    ("dropped_blocks", "Invalid blocks", lambda row: row.evidence.dropped),
+    ("valid", "1 where the measurement can be believed", lambda row: row.is_valid),
+    ("red", "1 where a gate fails", lambda row: row.is_red),
+)
+
+
+def smaller_is_better(rows: Sequence[Row]) -> str:
+    """A JSON list for charts: cost of B over A, so that 1 is unchanged and more is worse.
+
+    Cases without a number are left out.
+    """
+    entries = [
+        {
+            "name": f"{row.case} @ {row.sku}",
+            "unit": "× reference",
+            "value": round(math.exp(row.cost), 6),
+            "range": f"± {_half_width(row)}",
+            "extra": f"{row.ruling}, e = {row.weight:.3g}, {row.evidence.blocks} blocks, "
+            f"B / A {percent(row.evidence.ratio)}, {row.session.environment.commit[:12]}",
+        }
+        for row in rows
+        if row.evidence.blocks and not row.is_control
+    ]
+    return json.dumps(entries, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _half_width(row: Row) -> str:
+    width = max(
+        abs(bound / row.evidence.ratio - 1) for bound in (row.evidence.low, row.evidence.high)
+    )
+    return f"{width:.4f}" if math.isfinite(width) else "∞"
+
+
+def openmetrics(rows: Sequence[Row]) -> str:
+    """Gauges of every finding, controls too; unknown numbers are left out."""
+    registry = CollectorRegistry()
+    for name, help_text, value in GAUGES:
+        gauge = Gauge(f"specgate_bench_{name}", help_text, LABELS, registry=registry)
+        for row in rows:
+            found = value(row)
+            if found is not None:
+                session = row.session
+                labels = (session.id, row.workload.id, row.metric, row.sku)
+                gauge.labels(*labels, session.a.name, session.b.name).set(float(found))
+    return generate_latest(registry).decode()

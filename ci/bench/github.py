@@ -1,0 +1,74 @@
+"""What GitHub shows: a step summary of at most 60 lines, and annotations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ci.bench.book import Book
+from ci.bench.row import Row, percent
+from harness.evidence.ruling import Ruling
+
+MOST_LINES = 60
+LEVELS = {
+    Ruling.REGRESSED: "error",
+    Ruling.INVALID: "error",
+    Ruling.INCONCLUSIVE: "warning",
+    Ruling.IMPROVED: "notice",
+}
+MOST_ANNOTATIONS = 10
+"""Of a level, in one step; GitHub drops what comes after."""
+HEAD = (
+    "| case | verdict | B / A | 95 % interval | e | MDE | blocks |\n|---|---|--:|---|--:|--:|--:|"
+)
+
+
+def summary(book: Book, *, notes: Sequence[str] = (), link: str = "") -> str:
+    """Markdown: the verdict, the arms, the controls and whatever is not OK, worst first.
+
+    Args:
+        book: the night.
+        notes: further lines, one a paragraph.
+        link: of the whole report, empty for none.
+    """
+    head = [f"## specgate bench: {book.title}", "", book.sentence, ""]
+    head += [f"* {line}" for line in (*book.arms, *book.controls)]
+    tail = [line for note in (*notes, *book.reasons[:3]) for line in ("", note)]
+    tail += ["", f"[The whole report]({link})"] if link else []
+    rows = [row for row in book.judged if row.ruling is not Ruling.OK]
+    room = MOST_LINES - len(head) - len(tail) - len(HEAD.splitlines()) - 3
+    table = ["", HEAD, *map(_row, rows[:room])] if rows else []
+    hidden = len(rows) - room
+    more = ["", f"… and {hidden} more in the report."] if hidden > 0 else []
+    lines = "\n".join([*head, *table, *more, *tail]).splitlines()
+    return "\n".join(lines[:MOST_LINES]) + "\n"
+
+
+def _row(row: Row) -> str:
+    e = row.evidence
+    cells = (
+        row.case,
+        f"**{row.ruling}**" if row.is_red else str(row.ruling),
+        percent(e.ratio),
+        f"{percent(e.low)} … {percent(e.high)}",
+        f"{row.weight:.3g}",
+        percent(row.detectable),
+        f"{e.blocks}" + (f" (+{e.dropped} dropped)" if e.dropped else ""),
+    )
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def annotations(book: Book) -> Iterator[str]:
+    """Workflow commands, the first ten of every level."""
+    used = dict.fromkeys(LEVELS.values(), 0)
+    for row in (*book.judged, *(row for row in book.rows if row.is_control and row.is_red)):
+        level = "error" if row.is_red else LEVELS.get(row.ruling)
+        if level is None or (row.is_control and not row.is_red) or used[level] == MOST_ANNOTATIONS:
+            continue
+        used[level] += 1
+        yield f"::{level} title={_escaped(row.title, ':,')}::{_escaped(row.sentence)}"
+
+
+def _escaped(text: str, further: str = "") -> str:
+    for letter in "%\r\n" + further:
+        text = text.replace(letter, f"%{ord(letter):02X}")
+    return text

@@ -1,0 +1,212 @@
+"""Nights of one case on one kind of machine: a ratio a night, and when a creep is an alarm.
+
+Every night measures B against the same pinned A, so hosts that differ cancel out. Another pin or
+another image starts a new epoch; nights are compared within one epoch alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.errors import UsageError, rejected
+from harness.evidence.ruling import Ruling
+
+FORMAT = 1
+ALARM = 365.0
+"""Of the e-detector: at most one false alarm in as many nights of a series (Shin, Ramdas, Rinaldo)."""
+WINDOW = 40
+"""Last nights of an epoch in which a change is looked for."""
+LEAST_NIGHTS, LEAST_SIDE = 8, 2
+SUSPICION = 0.002
+"""Largest part of the shuffled series that splits as well as the real one."""
+LEAST_CHANGE = 0.01
+"""Log units under which a change is nobody's business."""
+SHUFFLES = 1999
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One case of one night.
+
+    Args:
+        night: when its session started, ISO 8601, UTC.
+        sku: name of the device.
+        case: "workload/metric".
+        pin: the reference, by its versions.
+        image: what both arms stand on: driver, CUDA, packages.
+        commit: of the suite.
+        ruling: of the night.
+        cost: ln of B / A, positive is worse.
+        low, high: bounds of ``cost``; None where nothing was shown.
+        e: evidence of the night against "at most delta0 worse".
+        blocks: valid ones.
+    """
+
+    night: str
+    sku: str
+    case: str
+    pin: str
+    image: str
+    commit: str
+    ruling: Ruling
+    cost: float
+    low: float | None
+    high: float | None
+    e: float
+    blocks: int
+
+    @property
+    def epoch(self) -> tuple[str, str]:
+        """What must stay the same for two nights to be compared."""
+        return self.pin, self.image
+
+    def to_json(self) -> str:
+        """One line, without a newline."""
+        return json.dumps({"format": FORMAT} | asdict(self), separators=(",", ":"), allow_nan=False)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A split of an epoch: the first night behind it, its size in log units, its p value."""
+
+    night: str
+    size: float
+    p: float
+
+
+@dataclass(frozen=True)
+class Series:
+    """A case on a kind of machine, night by night.
+
+    Args:
+        entries: in the order of nights.
+        evidence: the e-detector after each of them; it starts anew with every epoch.
+        change: suspected in the present epoch.
+    """
+
+    entries: tuple[Entry, ...]
+    evidence: tuple[float, ...]
+    change: Change | None
+
+    @property
+    def epochs(self) -> list[int]:
+        """Places where an epoch starts, 0 first."""
+        kinds = [entry.epoch for entry in self.entries]
+        return [n for n, kind in enumerate(kinds) if n == 0 or kind != kinds[n - 1]]
+
+    @property
+    def alarms(self) -> list[int]:
+        """Places at which the e-detector has reached ``ALARM``."""
+        return [n for n, evidence in enumerate(self.evidence) if evidence >= ALARM]
+
+
+def read(path: Path) -> list[Entry]:
+    """Entries of a file in its order; none where there is no file yet.
+
+    Raises:
+        UsageError: a line is not an entry; the message names it.
+    """
+    if not path.exists():
+        return []
+    entries = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            data: dict[str, Any] = json.loads(line)
+            if (found := data.pop("format", None)) != FORMAT:
+                raise UsageError(rejected("history format", found, FORMAT))
+            entries.append(Entry(**data | {"ruling": Ruling(data["ruling"])}))
+        except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
+            raise UsageError(f"{path}:{number}: not a night of a history ({error})") from error
+    return entries
+
+
+def append(path: Path, entries: Iterable[Entry]) -> list[Entry]:
+    """The whole history with these nights, written where they are new; a night counts once."""
+    known = read(path)
+    seen = {(entry.night, entry.sku, entry.case) for entry in known}
+    new = [entry for entry in entries if (entry.night, entry.sku, entry.case) not in seen]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(entry.to_json() + "\n" for entry in new)
+    return known + new
+
+
+def all_series(entries: Iterable[Entry]) -> dict[tuple[str, str], Series]:
+    """(case, sku) -> its nights, in the order of cases."""
+    groups: defaultdict[tuple[str, str], list[Entry]] = defaultdict(list)
+    for entry in entries:
+        groups[entry.case, entry.sku].append(entry)
+    return {key: series(group) for key, group in sorted(groups.items())}
+
+
+def notes(found: Mapping[tuple[str, str], Series]) -> list[str]:
+    """One line a series that asks for somebody: alarms first."""
+    alarms, suspected = [], []
+    for (case, sku), one in found.items():
+        if one.evidence and one.evidence[-1] >= ALARM:
+            first = one.entries[one.alarms[0]].night
+            alarms.append(f"alarm: {case} @ {sku} creeps, confirmed since {first}")
+        if one.change:
+            moved = f"{math.expm1(one.change.size):+.1%} since {one.change.night}"
+            suspected.append(f"suspected change: {case} @ {sku}, {moved}: look there")
+    return alarms + suspected
+
+
+def series(entries: Iterable[Entry]) -> Series:
+    """Nights of one case, with what they show together."""
+    nights = tuple(sorted(entries, key=lambda entry: entry.night))
+    found = Series(nights, tuple(detector(nights)), None)
+    present = nights[found.epochs[-1] :] if nights else ()
+    return Series(nights, found.evidence, suspicion(present))
+
+
+def detector(nights: Sequence[Entry]) -> list[float]:
+    """Shiryaev–Roberts: M ← (M + 1) · e after every valid night, from 0 in every epoch."""
+    evidence: list[float] = []
+    level = 0.0
+    for place, entry in enumerate(nights):
+        if place and entry.epoch != nights[place - 1].epoch:
+            level = 0.0
+        if entry.ruling is not Ruling.INVALID:
+            level = (level + 1.0) * entry.e
+        evidence.append(level)
+    return evidence
+
+
+def suspicion(nights: Sequence[Entry]) -> Change | None:
+    """The best split of the last valid nights, if shuffled nights hardly ever split as well.
+
+    A place to look at, not a verdict: the look is repeated every night and no error rate is kept.
+    """
+    valid = [night for night in nights if night.ruling is not Ruling.INVALID][-WINDOW:]
+    if len(valid) < LEAST_NIGHTS:
+        return None
+    costs = np.array([night.cost for night in valid])
+    place, best = _best_split(costs[None])
+    shuffled = np.random.default_rng(0).permuted(np.tile(costs, (SHUFFLES, 1)), axis=1)
+    as_good = int((_best_split(shuffled)[1] >= best[0] - 1e-12).sum())
+    p = (1 + as_good) / (1 + SHUFFLES)
+    first = int(place[0])
+    size = float(np.median(costs[first:]) - np.median(costs[:first]))
+    if p > SUSPICION or abs(size) < LEAST_CHANGE or math.isclose(best[0], 0.0):
+        return None
+    return Change(valid[first].night, size, p)
+
+
+def _best_split(costs: Any) -> tuple[Any, Any]:
+    """(place, |difference of means| in units of its error) of the best split of rows [m, n]."""
+    n = costs.shape[1]
+    left = np.arange(LEAST_SIDE, n - LEAST_SIDE + 1)
+    sums = np.cumsum(costs, axis=1)
+    means = sums[:, left - 1] / left
+    rest = (sums[:, -1:] - sums[:, left - 1]) / (n - left)
+    gaps = np.abs(means - rest) / np.sqrt(1 / left + 1 / (n - left))
+    return left[gaps.argmax(axis=1)], gaps.max(axis=1)

@@ -1,0 +1,49 @@
+"""JUnit XML: regressed is a failure, invalid an error, inconclusive skipped with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from xml.etree import ElementTree as Xml
+
+from ci.bench.row import Row, number
+from harness.evidence.ruling import Ruling
+
+ELEMENTS = {
+    Ruling.REGRESSED: "failure",
+    Ruling.INVALID: "error",
+    Ruling.INCONCLUSIVE: "skipped",
+}
+"""What a test case holds beside its numbers; nothing where it passed."""
+
+
+def document(rows: Sequence[Row]) -> str:
+    """One suite a session, one test case a metric of a workload, its numbers as properties.
+
+    A control is judged by what it should have said: one that says it passes.
+    """
+    root = Xml.Element("testsuites", name="specgate bench")
+    for session, group in groupby(rows, key=lambda row: row.session.id):
+        _suite(root, session, list(group))
+    Xml.indent(root)
+    return Xml.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _suite(root: Xml.Element, session: str, rows: Sequence[Row]) -> None:
+    suite = Xml.SubElement(root, "testsuite", name=f"bench.{session}", tests=str(len(rows)))
+    suite.set("timestamp", rows[0].session.started)
+    outcomes = [_case(suite, row) for row in rows]
+    for name, count in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+        suite.set(name, str(outcomes.count(count)))
+
+
+def _case(suite: Xml.Element, row: Row) -> str | None:
+    case = Xml.SubElement(suite, "testcase", classname=suite.get("name", ""), name=row.case)
+    case.set("time", f"{row.seconds:.3f}")
+    properties = Xml.SubElement(case, "properties")
+    for name, value in row.numbers.items():
+        Xml.SubElement(properties, "property", name=name, value=number(value))
+    outcome = ("error" if row.is_red else None) if row.is_control else ELEMENTS.get(row.ruling)
+    if outcome:
+        Xml.SubElement(case, outcome, message=row.sentence, type=str(row.ruling))
+    return outcome

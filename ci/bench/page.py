@@ -1,0 +1,99 @@
+"""One self-contained page: plots as SVG, numbers as tables, nothing fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from ci.bench import nights, plots, requests
+from ci.bench.book import Book
+from ci.bench.drawing import svg
+from ci.bench.history import Series
+from ci.bench.row import Row, percent
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plot, what it is called, and how to read it."""
+
+    id: str
+    title: str
+    reading: str
+    drawn: Markup
+
+
+def page(book: Book, series: Mapping[tuple[str, str], Series]) -> str:
+    """The report of a night as one HTML document."""
+    jinja = Environment(
+        loader=FileSystemLoader([HERE, HERE.parent]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    jinja.filters["percent"] = percent
+    return jinja.get_template("page.html").render(
+        book=book,
+        figures=list(figures(book, series)),
+        series=series,
+        environments=[asdict(e) for e in dict.fromkeys(s.environment for s in book.sessions)],
+    )
+
+
+def figures(book: Book, series: Mapping[tuple[str, str], Series]) -> Sequence[Figure]:
+    """Every plot that there is data for, in the order of the page."""
+    measured = [row for row in book.rows if row.evidence.blocks]
+    judged = [row for row in measured if not row.is_control]
+    shifted = [row for s in book.sessions for row in _shifts(book, s.id)]
+    steps = requests.halves(judged)
+    drawn: tuple[tuple[str, str, str, Any, Callable[[Any], Any]], ...] = (
+        ("forest", "Slowdown of every case", FOREST, measured, plots.forest),
+        ("waterfall", "Which half of TPOT moved", WATERFALL, steps, requests.waterfall),
+        ("evidence", "Evidence, block by block", EVIDENCE, measured, plots.evidence),
+        ("slopes", "Blocks in the order they ran", SLOPES, judged, plots.slopes),
+        ("shift", "Which requests moved", SHIFT, shifted, requests.shift_plot),
+        ("history", "Nights", HISTORY, series, nights.history),
+        ("heat", "Cases on kinds of machines", HEAT, series, nights.heat_map),
+    )
+    return [
+        Figure(id, title, reading, Markup(svg(plot(data))))
+        for id, title, reading, data, plot in drawn
+        if data
+    ]
+
+
+def _shifts(book: Book, session: str) -> list[dict[str, Any]]:
+    rows: list[Row] = [row for row in book.judged if row.session.id == session]
+    return requests.shifts(rows[0].session, book.trials) if rows else []
+
+
+FOREST = (
+    "Point: estimate (Hodges–Lehmann). Line: 95 % interval that holds at every look. Band: from δ0, "
+    "up to which an effect counts as none, to δ1, which must not be cleared. Upright tick: the least "
+    "slowdown that this night's noise would have shown (MDE)."
+)
+WATERFALL = (
+    "Step time and accept length add up to TPOT. The first is the kernels and the host, the second "
+    "the drafts; a rest is the scheduler or the HTTP path."
+)
+EVIDENCE = (
+    "E-values after every block; broken lines are what clears and what blames. A path may be looked "
+    "at after every block without a false alarm more often than one in the upper line."
+)
+SLOPES = "Both arms of a block are joined, in the order the coin gave them. Pale: a dropped block."
+SHIFT = (
+    "Change of every decile of the requests from A to B: the median over the blocks, and the range of "
+    "the blocks behind it. A level line moved everything alike; one that rises moved the slow end."
+)
+HISTORY = (
+    "Slowdown against the pinned reference, measured the same night. A change is a place to look; an "
+    "alarm (evidence of all nights together, at most one false one in 365 nights) is confirmed."
+)
+HEAT = "The verdict of each case's last night on each kind of machine, and its slowdown."

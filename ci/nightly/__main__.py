@@ -1,0 +1,92 @@
+"""``python -m ci.nightly [--dry-run]``: check the machine, run every stage, write what was found."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ci.nightly import checks, machine, run, stages, trials
+from ci.nightly.show import show, unverified_lines
+from harness.errors import UsageError, rejected
+
+EXTRAS = ("test", "plots")
+Config = dict[str, Any]
+
+
+def parser(config: Config) -> argparse.ArgumentParser:
+    """The command line; its defaults stand in ``nightly.toml``."""
+    made = argparse.ArgumentParser(prog="python -m ci.nightly", description=__doc__)
+    made.add_argument("--dry-run", action="store_true", help="plan and check, launch no kernel")
+    made.add_argument("--report", type=Path, default=Path("report/nightly"), metavar="DIR")
+    made.add_argument("--history", type=Path, metavar="FILE", help="default: DIR/history.jsonl")
+    bench = config["bench"]
+    made.add_argument("--reference", default=bench["reference"], metavar="PIN", help="arm A")
+    made.add_argument("--candidate", default=bench["candidate"], metavar="PIN", help="arm B")
+    made.add_argument("--gpu", metavar="MAJOR.MINOR", help="whose kernels a dry run plans for")
+    return made
+
+
+def nightly(config: Config, options: argparse.Namespace) -> int:
+    """Exit code: 0 green, 1 red.
+
+    Raises:
+        UsageError: what is asked cannot be planned.
+    """
+    if options.gpu and not options.dry_run:
+        raise UsageError(rejected("--gpu", options.gpu, "nothing: a real run asks the driver"))
+    here = machine.detect(config, options.gpu)
+    pins = {"reference": options.reference, "candidate": options.candidate}
+    night = stages.plan(here, config, options.report, **pins)
+    planned = trials.planned(here.sm)
+    extras = (*EXTRAS, "gpu") if here.gpus else EXTRAS
+    found = checks.checks(extras, options.report, config["free_gib"] if here.gpus else 0.0)
+    show(Console(highlight=False, soft_wrap=True), here, planned, found, night)
+    wrong = [f"{check.name}: {check.said}" for check in found if check.holds is False]
+    if not here.gpus and not options.dry_run:
+        wrong.append("no GPU here: launching kernels needs one, --dry-run does not")
+    for line in wrong:
+        print(f"nightly: {line}", file=sys.stderr)
+    codes = {} if wrong or options.dry_run else run.run_stages(night)
+    told = [*run.lines(codes), *left_over(config, here, options.report, night, codes)]
+    print(*told, sep="\n")
+    if wrong or options.dry_run:
+        return 1 if wrong else 0
+    green = run.publish(options.report, options.history or options.report / "history.jsonl", told)
+    return 0 if green and not any(codes.values()) else 1
+
+
+def left_over(
+    config: Config,
+    here: machine.Machine,
+    report: Path,
+    night: Sequence[stages.Stage],
+    codes: dict[str, int],
+) -> list[str]:
+    """What the GPU that the job is for has not verified tonight."""
+    target = machine.parsed(config["target_gpu"])
+    row = machine.row_of(config, target)
+    is_there = bool(codes) and here.row == row
+    records = run.records(report) if is_there else []
+    left = trials.unverified(trials.planned(target), records)
+    undone = [stage.name for stage in night if not is_there or codes.get(stage.name) != 0]
+    return unverified_lines(left, undone, f"{row['name']} ({', '.join(row['gpus'])})")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code: 0 green, 1 red, 2 for what cannot be asked."""
+    config = machine.configuration()
+    options = parser(config).parse_args(argv)
+    try:
+        return nightly(config, options)
+    except UsageError as error:
+        print(f"nightly: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,106 @@
+"""What must hold before a kernel is launched; none of it needs a GPU."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from xml.etree import ElementTree as Xml
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+SIGNATURES = "suites/contract/test_providers_signatures.py"
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was asked: whether it holds (None: it could not be asked here), and why."""
+
+    name: str
+    holds: bool | None
+    said: str
+
+
+def started(module: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """``python -m module args``, run in the repository; what it printed."""
+    command = [sys.executable, "-m", module, *args]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def checks(extras: Sequence[str], folder: Path, free_gib: float) -> list[Check]:
+    """All of them, in the order they are printed."""
+    stack = "gpu" if "gpu" in extras else "cpu"
+    return [signatures(), packages(extras, stack), disk(folder, free_gib)]
+
+
+def signatures() -> Check:
+    """Whether every call of the providers binds to the installed kernel packages."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "junit.xml")
+        quiet = ("-q", "-n0", "-p", "no:cacheprovider", f"--junitxml={report}")
+        started("pytest", SIGNATURES, *quiet)
+        if not report.is_file():
+            return Check("provider signatures", False, "pytest left no report")
+        [suite] = Xml.parse(report).getroot().iter("testsuite")
+    tests, failures, errors, skipped = (
+        int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")
+    )
+    wrong = failures + errors
+    said = f"{tests - wrong - skipped} tests passed, {wrong} failed"
+    if skipped:
+        said += f"; {skipped} skipped, because a kernel package is not installed"
+    holds = None if skipped and not wrong else not wrong and tests > 0
+    return Check("provider signatures", holds, said)
+
+
+def packages(extras: Sequence[str], stack: str) -> Check:
+    """Whether every requirement of these extras is installed at its pinned version."""
+    pins = dict(pinned("constraints.txt", f"constraints-{stack}.txt"))
+    wanted = requirements(extras)
+    wrong = list(_misfits(wanted, pins))
+    said = "; ".join(wrong) or f"{len(wanted)} requirements are installed as pinned for {stack}"
+    return Check("packages", not wrong, said)
+
+
+def pinned(*names: str) -> Iterator[tuple[str, str]]:
+    """(package, version) of constraints files."""
+    for name in names:
+        for line in (ROOT / "ci" / name).read_text(encoding="utf-8").splitlines():
+            if match := re.match(r"([\w.-]+)==(\S+)", line):
+                yield canonicalize_name(match[1]), match[2]
+
+
+def requirements(extras: Collection[str]) -> list[Requirement]:
+    """Of the project and these extras, as far as they are for this platform."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    more = [line for extra in extras for line in project["optional-dependencies"][extra]]
+    wanted = map(Requirement, [*project["dependencies"], *more])
+    return [one for one in wanted if one.marker is None or one.marker.evaluate()]
+
+
+def _misfits(wanted: Sequence[Requirement], pins: dict[str, str]) -> Iterator[str]:
+    for requirement in wanted:
+        name = canonicalize_name(requirement.name)
+        try:
+            found = version(name).partition("+")[0]
+        except PackageNotFoundError:
+            found = "none"
+        if found != pins.get(name):
+            yield f"{name} {pins.get(name, 'unpinned')} is pinned, {found} is installed"
+
+
+def disk(folder: Path, free_gib: float) -> Check:
+    """Whether there is room for two arms and their compiled kernels."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(existing).free / GIB
+    return Check("disk", free >= free_gib, f"{free:.0f} GiB free, {free_gib:.0f} are needed")

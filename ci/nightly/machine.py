@@ -1,0 +1,113 @@
+"""Which GPUs are here, and what they run; asked of the driver, without torch."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pynvml
+
+from harness.capability import CAPABILITIES, device_refusal
+from harness.errors import UsageError, rejected
+
+CONFIGURATION = Path(__file__).with_name("nightly.toml")
+Sm = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine of a night.
+
+    Args:
+        gpus: names of its GPUs.
+        sm: their compute capability, the assumed one where there are none.
+        row: of ``[[machine]]``.
+    """
+
+    gpus: tuple[str, ...]
+    sm: Sm
+    row: dict[str, Any]
+
+    @property
+    def kernels(self) -> list[str]:
+        """Names of the real kernels that it runs."""
+        return [name for name, reason in refusals(self.sm).items() if reason is None]
+
+    def __str__(self) -> str:
+        here = f"{len(self.gpus)} × {self.gpus[0]}" if self.gpus else "no GPU, planned for"
+        reasons = "; ".join(reason for reason in refusals(self.sm).values() if reason)
+        runs = f"runs {', '.join(self.kernels)}" + (f"; {reasons}" if reasons else "")
+        return f"{here}, {self.row['name']} {shown(self.sm)}: {runs}"
+
+
+def configuration() -> dict[str, Any]:
+    """``nightly.toml``."""
+    with CONFIGURATION.open("rb") as file:
+        return tomllib.load(file)
+
+
+def refusals(sm: Sm) -> dict[str, str | None]:
+    """Real kernel -> why a GPU of this compute capability cannot run it, or None."""
+    real = {c.name: c for c in CAPABILITIES.values() if c.compute_capabilities}
+    return {name: device_refusal(kernel, sm) for name, kernel in sorted(real.items())}
+
+
+def shown(sm: Sm) -> str:
+    """As people write it, such as 10.0."""
+    return "{}.{}".format(*sm)
+
+
+def parsed(text: str) -> Sm:
+    """The inverse of ``shown``.
+
+    Raises:
+        UsageError: it is not MAJOR.MINOR.
+    """
+    major, _, minor = text.partition(".")
+    if not (major.isdecimal() and minor.isdecimal()):
+        raise UsageError(rejected("compute capability", text, "MAJOR.MINOR, such as 10.0"))
+    return int(major), int(minor)
+
+
+def detect(config: dict[str, Any], assumed: str | None = None) -> Machine:
+    """This machine, or one without GPUs of the assumed compute capability.
+
+    Raises:
+        UsageError: the GPUs differ, or no row is for them.
+    """
+    found = installed_gpus()
+    if len({sm for _, sm in found}) > 1:
+        raise UsageError(rejected("GPUs", found, "one compute capability"))
+    sm = found[0][1] if found else parsed(assumed or config["target_gpu"])
+    return Machine(tuple(name for name, _ in found), sm, row_of(config, sm))
+
+
+def row_of(config: dict[str, Any], sm: Sm) -> dict[str, Any]:
+    """The row of ``[[machine]]`` for a compute capability.
+
+    Raises:
+        UsageError: there is none.
+    """
+    for row in config["machine"]:
+        if shown(sm) in row["gpus"]:
+            return dict(row)
+    known = ", ".join(gpu for row in config["machine"] for gpu in row["gpus"])
+    raise UsageError(rejected("compute capability", shown(sm), known))
+
+
+def installed_gpus() -> list[tuple[str, Sm]]:
+    """(name, compute capability) of every GPU; none where there is no driver."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return [
+            (pynvml.nvmlDeviceGetName(gpu), tuple(pynvml.nvmlDeviceGetCudaComputeCapability(gpu)))
+            for gpu in handles
+        ]
+    finally:
+        pynvml.nvmlShutdown()

@@ -1,0 +1,55 @@
+"""The plan of a night as people read it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from ci.nightly.checks import Check
+from ci.nightly.machine import Machine
+from ci.nightly.stages import Stage
+from ci.nightly.trials import Trial, per_subject
+
+MARKS = {True: "[green]yes[/]", False: "[bold red]no[/]", None: "[yellow]not asked[/]"}
+
+
+def show(
+    console: Console,
+    machine: Machine,
+    trials: Sequence[Trial],
+    checks: Sequence[Check],
+    night: Sequence[Stage],
+) -> None:
+    """Print machine, checks, the trials of every subject and the stages."""
+    console.print(f"machine: {machine}")
+    table = Table("check", "holds", "found", title="checks", title_justify="left")
+    for check in checks:
+        table.add_row(check.name, MARKS[check.holds], check.said)
+    console.print(table)
+    table = Table("subject", title="planned trials", title_justify="left")
+    for name in ("run", "refused"):
+        table.add_column(name, justify="right")
+    table.add_column("most frequent reason")
+    for subject, runs, refused, reason in per_subject(trials):
+        table.add_row(subject, str(runs), str(refused), reason)
+    console.print(table)
+    for number, stage in enumerate(night, start=1):
+        console.print(f"stage {number}, {stage.name}: {shlex.join(stage.argv)}", markup=False)
+
+
+def unverified_lines(left: Mapping[str, int], stages: Sequence[str], where: str) -> list[str]:
+    """What a night leaves unverified on the GPU that the job is for, one line a subject.
+
+    Args:
+        left: subject -> trials.
+        stages: that did not succeed there.
+        where: that GPU.
+    """
+    if not left and not stages:
+        return [f"everything planned for {where} was verified there"]
+    lines = [f"not verified on {where}: {sum(left.values())} trials"]
+    lines += [f"  {subject}: {count} trials" for subject, count in left.items()]
+    return lines + [f"  stage {name}" for name in stages]

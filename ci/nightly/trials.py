@@ -1,0 +1,70 @@
+"""Trials that a night plans for a GPU, and those that it leaves unverified there."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ci.nightly.checks import started
+from ci.nightly.machine import Sm, shown
+from harness.errors import UsageError
+from harness.record import Record, Verdict
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A planned differential trial; ``refused`` is why it will not run, empty if it will."""
+
+    case: str
+    subject: str
+    mode: str
+    execution: str
+    refused: str
+
+
+def planned(sm: Sm) -> list[Trial]:
+    """Every differential trial of a GPU of this compute capability, wherever this runs.
+
+    Raises:
+        UsageError: the plan cannot be made; the message is its last line.
+    """
+    done = started("fixtures.planned", "--gpu", shown(sm))
+    if done.returncode:
+        raise UsageError(f"no plan: {(done.stderr.strip().splitlines() or ['no cause given'])[-1]}")
+    return [Trial(*names, reason or "") for *names, reason in json.loads(done.stdout)]
+
+
+def per_subject(trials: Iterable[Trial]) -> list[tuple[str, int, int, str]]:
+    """(subject, trials that run, refused ones, their most frequent reason)."""
+    groups: defaultdict[str, list[Trial]] = defaultdict(list)
+    for trial in trials:
+        groups[trial.subject].append(trial)
+    rows = []
+    for subject, group in sorted(groups.items()):
+        reasons = Counter(trial.refused for trial in group if trial.refused)
+        often = max(reasons, key=lambda reason: reasons[reason], default="")
+        rows.append((subject, len(group) - reasons.total(), reasons.total(), often))
+    return rows
+
+
+def unverified(trials: Sequence[Trial], records: Iterable[Record]) -> dict[str, int]:
+    """Subject -> planned trials of it that no record shows passed on a GPU.
+
+    Args:
+        trials: planned for the GPU in question.
+        records: of runs on that GPU alone.
+    """
+    passed = {
+        (record.case, record.subject, record.mode, record.execution)
+        for record in records
+        if record.verdict is Verdict.PASSED and record.device.startswith("cuda")
+    }
+    left = Counter(
+        trial.subject
+        for trial in trials
+        if not trial.refused
+        and (trial.case, trial.subject, trial.mode, trial.execution) not in passed
+    )
+    return dict(sorted(left.items()))
