@@ -24,7 +24,9 @@ from harness.serving.client import Client
 
 FLUSH = "/flush_cache"
 RESET_PREFIX_CACHE = "/reset_prefix_cache"
-"""The same of vLLM."""
+"""The same of vLLM, which has it with ``VLLM_SERVER_DEV_MODE=1``."""
+OF_VLLM = {"reset_external": "true"}
+"""Tiers outside the device are only emptied on demand; sglang ignores what it does not know."""
 TIMEOUT_S = 60.0
 WAIT_S = 2.0
 LEAST_S = 0.1
@@ -103,15 +105,17 @@ def flush(
 
 def _ask(url: str, headers: dict[str, str], left_s: float) -> None:
     """One flush, which the server may defer as long as is left."""
-    timeout = {"timeout": f"{left_s:.1f}"}
+    asked = {"timeout": f"{left_s:.1f}", **OF_VLLM}
     try:
-        answer = requests.post(url, params=timeout, headers=headers, timeout=left_s + HANG_S)
+        answer = requests.post(url, params=asked, headers=headers, timeout=left_s + HANG_S)
     except requests.ConnectionError as error:
         raise Busy(f"{url}: {error}") from error
     except requests.RequestException as error:
         raise ServerError(f"{url}: {error}") from error
     status, said = answer.status_code, f"{url}: {answer.status_code}: {answer.text[:SNIPPET]}"
-    if status == requests.codes.bad_request:
+    # vLLM says so with 200 while blocks are held (vllm#46893).
+    refused = "".join(answer.text.split()).startswith('{"success":false')
+    if status == requests.codes.bad_request or refused:
         raise Busy(said, status)
     if status != requests.codes.ok:
         raise ServerError(said, status)
