@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     print(written.summary, end="")
     if os.environ.get("GITHUB_ACTIONS"):
-        print(*written.annotations, sep="\n")
+        print(*written.remarks, sep="\n")
     return 1 if written.is_red else 0
 
 

@@ -90,8 +90,7 @@ class Book:
     @property
     def counts(self) -> dict[str, int]:
         """Verdict -> candidate rows that have it, the worst verdict first."""
-        rulings = [row.ruling for row in self.judged]
-        return {str(r): rulings.count(r) for r in WORST_FIRST if r in rulings}
+        return _counts(self.judged)
 
     @property
     def sentence(self) -> str:
@@ -112,9 +111,9 @@ class Book:
         lines = []
         for session in self.sessions:
             rows = [row for row in self.rows if row.session.id == session.id and row.is_control]
-            said = ", ".join(f"{row.case} {row.ruling}" for row in rows)
             if rows:
                 accepted = " or ".join(CONTROLS[session.role].accepted)
+                said = ", ".join(f"{n} {ruling}" for ruling, n in _counts(rows).items())
                 lines.append(f"control {session.role}, should be {accepted}: {said}")
         return lines
 
@@ -126,6 +125,11 @@ class Book:
     def entries(self) -> list[Entry]:
         """The night as its history keeps it; cases without a valid block are left out."""
         return [_entry(row) for row in self.rows if not row.is_control and row.evidence.blocks]
+
+
+def _counts(rows: Iterable[Row]) -> dict[str, int]:
+    rulings = [row.ruling for row in rows]
+    return {str(r): rulings.count(r) for r in WORST_FIRST if r in rulings}
 
 
 def _entry(row: Row) -> Entry:

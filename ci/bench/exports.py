@@ -49,9 +49,8 @@ def smaller_is_better(rows: Sequence[Row]) -> str:
 
 
 def _half_width(row: Row) -> str:
-    width = max(
-        abs(bound / row.evidence.ratio - 1) for bound in (row.evidence.low, row.evidence.high)
-    )
+    ends = (row.evidence.low, row.evidence.high)
+    width = max(abs(bound / row.evidence.ratio - 1) for bound in ends)
     return f"{width:.4f}" if math.isfinite(width) else "∞"
 
 
@@ -66,4 +65,5 @@ def openmetrics(rows: Sequence[Row]) -> str:
                 session = row.session
                 labels = (session.id, row.workload.id, row.metric, row.sku)
                 gauge.labels(*labels, session.a.name, session.b.name).set(float(found))
-    return generate_latest(registry).decode()
+    text: bytes = generate_latest(registry)  # type: ignore[no-untyped-call]
+    return text.decode()

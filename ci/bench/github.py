@@ -57,12 +57,13 @@ def _row(row: Row) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def annotations(book: Book) -> Iterator[str]:
+def remarks(book: Book) -> Iterator[str]:
     """Workflow commands, the first ten of every level."""
     used = dict.fromkeys(LEVELS.values(), 0)
-    for row in (*book.judged, *(row for row in book.rows if row.is_control and row.is_red)):
+    failed_controls = [row for row in book.rows if row.is_control and row.is_red]
+    for row in (*failed_controls, *book.judged):
         level = "error" if row.is_red else LEVELS.get(row.ruling)
-        if level is None or (row.is_control and not row.is_red) or used[level] == MOST_ANNOTATIONS:
+        if level is None or used[level] == MOST_ANNOTATIONS:
             continue
         used[level] += 1
         yield f"::{level} title={_escaped(row.title, ':,')}::{_escaped(row.sentence)}"

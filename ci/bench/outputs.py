@@ -21,7 +21,7 @@ class Written:
 
     is_red: bool
     summary: str
-    annotations: tuple[str, ...]
+    remarks: tuple[str, ...]
 
 
 def write(bench: Path, folder: Path, nights: Path, *, notes: Sequence[str] = ()) -> Written:
@@ -53,7 +53,7 @@ def write(bench: Path, folder: Path, nights: Path, *, notes: Sequence[str] = ())
             _write(folder / name, text)
     except OSError as error:
         raise UsageError(rejected("folder", str(folder), f"a writable one ({error})")) from error
-    return Written(book.is_red, summary, tuple(github.annotations(book)))
+    return Written(book.is_red, summary, tuple(github.remarks(book)))
 
 
 def _write(path: Path, text: str) -> None:

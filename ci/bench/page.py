@@ -56,15 +56,15 @@ def figures(book: Book, series: Mapping[tuple[str, str], Series]) -> Sequence[Fi
     drawn: tuple[tuple[str, str, str, Any, Callable[[Any], Any]], ...] = (
         ("forest", "Slowdown of every case", FOREST, measured, plots.forest),
         ("waterfall", "Which half of TPOT moved", WATERFALL, steps, requests.waterfall),
-        ("evidence", "Evidence, block by block", EVIDENCE, measured, plots.evidence),
+        ("evidence", "Evidence, block by block", EVIDENCE, judged, plots.evidence),
         ("slopes", "Blocks in the order they ran", SLOPES, judged, plots.slopes),
         ("shift", "Which requests moved", SHIFT, shifted, requests.shift_plot),
         ("history", "Nights", HISTORY, series, nights.history),
         ("heat", "Cases on kinds of machines", HEAT, series, nights.heat_map),
     )
     return [
-        Figure(id, title, reading, Markup(svg(plot(data))))
-        for id, title, reading, data, plot in drawn
+        Figure(name, title, reading, Markup(svg(plot(data))))
+        for name, title, reading, data, plot in drawn
         if data
     ]
 
@@ -75,25 +75,26 @@ def _shifts(book: Book, session: str) -> list[dict[str, Any]]:
 
 
 FOREST = (
-    "Point: estimate (Hodges–Lehmann). Line: 95 % interval that holds at every look. Band: from δ0, "
-    "up to which an effect counts as none, to δ1, which must not be cleared. Upright tick: the least "
-    "slowdown that this night's noise would have shown (MDE)."
+    "Point: estimate (Hodges–Lehmann). Line: 95 % interval that holds at every look. Band: from "
+    "δ0, up to which an effect counts as none, to δ1, which must not be cleared. Upright tick: the "
+    "least slowdown that this night's noise would have shown (MDE)."
 )
 WATERFALL = (
     "Step time and accept length add up to TPOT. The first is the kernels and the host, the second "
     "the drafts; a rest is the scheduler or the HTTP path."
 )
 EVIDENCE = (
-    "E-values after every block; broken lines are what clears and what blames. A path may be looked "
-    "at after every block without a false alarm more often than one in the upper line."
+    "E-values after every block; broken lines are what clears and what blames. One may look after "
+    "every block: all looks together reach the upper line falsely with its stated probability."
 )
 SLOPES = "Both arms of a block are joined, in the order the coin gave them. Pale: a dropped block."
 SHIFT = (
-    "Change of every decile of the requests from A to B: the median over the blocks, and the range of "
-    "the blocks behind it. A level line moved everything alike; one that rises moved the slow end."
+    "Change of every decile of the requests from A to B: the median over the blocks, and the range "
+    "of the blocks behind it. A level line moved everything alike; one that rises moved the slow "
+    "end."
 )
 HISTORY = (
-    "Slowdown against the pinned reference, measured the same night. A change is a place to look; an "
-    "alarm (evidence of all nights together, at most one false one in 365 nights) is confirmed."
+    "Slowdown against the pinned reference, measured the same night. A change is a place to look; "
+    "an alarm, which weighs all nights together, is confirmed."
 )
 HEAT = "The verdict of each case's last night on each kind of machine, and its slowdown."

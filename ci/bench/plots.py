@@ -23,7 +23,7 @@ from ci.bench.drawing import (
 from ci.bench.row import Row
 
 REACH = 1.6
-"""A forest reaches that many times as far as its estimates and margins; longer intervals are cut."""
+"""A forest reaches so many times as far as its estimates and margins; longer intervals are cut."""
 
 
 def forest(rows: Sequence[Row]) -> Any:
@@ -54,9 +54,7 @@ def forest(rows: Sequence[Row]) -> Any:
     interval = base.mark_rule(strokeWidth=2).encode(x="low:Q", x2="high:Q", color=colour["color"])
     point = base.mark_point(filled=True, size=90, opacity=1).encode(x="cost:Q", **colour)
     mde = base.mark_tick(thickness=2, size=ROW - 8, color="currentColor").encode(x="mde:Q")
-    zero = (
-        alt.Chart(values([{"x": 0}])).mark_rule(color="currentColor", opacity=0.5).encode(x="x:Q")
-    )
+    zero = alt.Chart(values([{"x": 0}])).mark_rule(opacity=0.5).encode(x="x:Q")
     layers = alt.layer(band, zero, interval, mde, point)
     return layers.properties(width=WIDTH, height=ROW * len(rows))
 

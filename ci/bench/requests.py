@@ -17,6 +17,7 @@ from harness.evidence.decomposition import decompose
 
 DECILES = tuple(range(10, 100, 10))
 HALVES = ("tpot", "step_time", "accept_length")
+PARTS = ("step time", "accept length", "rest", "TPOT")
 
 
 def ttft(sample: Sample) -> float | None:
@@ -45,7 +46,7 @@ def shifts(session: Session, trials: Iterable[Trial]) -> list[dict[str, Any]]:
     for trial in trials:
         if trial.session == session.id:
             pairs[trial.workload, trial.block][trial.arm].append(trial)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for workload in dict.fromkeys(name for name, _ in pairs):
         blocks = [arms for (name, _), arms in pairs.items() if name == workload and _whole(arms)]
         for name, time in TIMES:
@@ -103,11 +104,7 @@ def halves(rows: Sequence[Row]) -> list[dict[str, Any]]:
         evidence = [row.evidence for row in found if row is not None]
         parts = decompose(*evidence)
         level = 0.0
-        for name, size in (
-            ("step time", parts.step),
-            ("accept length", parts.accept),
-            ("rest", parts.rest),
-        ):
+        for name, size in zip(PARTS, (parts.step, parts.accept, parts.rest), strict=False):
             steps.append(_bar(workload, name, level, level + size))
             level += size
         steps.append(_bar(workload, "TPOT", 0.0, level) | {"cause": parts.cause})
@@ -122,7 +119,6 @@ def _bar(workload: str, part: str, start: float, end: float) -> dict[str, Any]:
 
 def waterfall(steps: Sequence[dict[str, Any]]) -> Any:
     """A panel a workload: step time, accept length and the rest add up to TPOT."""
-    parts = ["step time", "accept length", "rest", "TPOT"]
     colour = alt.Color(
         "way:N",
         title=None,
@@ -133,7 +129,7 @@ def waterfall(steps: Sequence[dict[str, Any]]) -> Any:
         alt.Chart(values(steps))
         .mark_bar(size=26)
         .encode(
-            x=alt.X("part:N", title=None, sort=parts, axis=alt.Axis(labelAngle=-30)),
+            x=alt.X("part:N", title=None, sort=PARTS, axis=alt.Axis(labelAngle=-30)),
             y=alt.Y("start:Q", **percent_axis("effect on TPOT")),
             y2="end:Q",
             color=colour,

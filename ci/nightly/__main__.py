@@ -1,4 +1,4 @@
-"""``python -m ci.nightly [--dry-run]``: check the machine, run every stage, write what was found."""
+"""``python -m ci.nightly [--dry-run]``: check the machine, run every stage, write what it shows."""
 
 from __future__ import annotations
 

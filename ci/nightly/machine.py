@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pynvml
+import pynvml  # type: ignore[import-untyped]
 
 from harness.capability import CAPABILITIES, device_refusal
 from harness.errors import UsageError, rejected
@@ -36,10 +36,11 @@ class Machine:
         return [name for name, reason in refusals(self.sm).items() if reason is None]
 
     def __str__(self) -> str:
-        here = f"{len(self.gpus)} × {self.gpus[0]}" if self.gpus else "no GPU, planned for"
+        here = f"{len(self.gpus)} × {self.gpus[0]}" if self.gpus else "no GPU here"
         reasons = "; ".join(reason for reason in refusals(self.sm).values() if reason)
         runs = f"runs {', '.join(self.kernels)}" + (f"; {reasons}" if reasons else "")
-        return f"{here}, {self.row['name']} {shown(self.sm)}: {runs}"
+        planned = "" if self.gpus else "planned for "
+        return f"{here}, {planned}{self.row['name']} {shown(self.sm)}: {runs}"
 
 
 def configuration() -> dict[str, Any]:

@@ -29,7 +29,8 @@ def show(
     for check in checks:
         table.add_row(check.name, MARKS[check.holds], check.said)
     console.print(table)
-    table = Table("subject", title="planned trials", title_justify="left")
+    table = Table(title="planned trials", title_justify="left")
+    table.add_column("subject", no_wrap=True)
     for name in ("run", "refused"):
         table.add_column(name, justify="right")
     table.add_column("most frequent reason")

@@ -103,11 +103,8 @@ def _bench(
     machine: Machine, config: dict[str, Any], out: Path, arms: Sequence[Arm]
 ) -> tuple[str, ...]:
     models = [f"{side}={ROOT / config[side]}" for side in ("target", "draft")]
-    backend = machine.row["attention_backend"]
-    specs = [
-        f"sglang:{','.join((f'backend={backend}', *models, f'python={arm.python}'))}"
-        for arm in arms
-    ]
+    common = ",".join((f"backend={machine.row['attention_backend']}", *models))
+    specs = [f"sglang:{common},python={arm.python}" for arm in arms]
     limits = ("--sessions", config["sessions"], "--seconds", str(config["seconds"]))
     sides = ("--a", specs[0], "--b", specs[1], "--out", str(out / "bench.jsonl"))
     return module("harness", "bench", *sides, *limits)

@@ -33,7 +33,8 @@ def planned(sm: Sm) -> list[Trial]:
     done = started("fixtures.planned", "--gpu", shown(sm))
     if done.returncode:
         raise UsageError(f"no plan: {(done.stderr.strip().splitlines() or ['no cause given'])[-1]}")
-    return [Trial(*names, reason or "") for *names, reason in json.loads(done.stdout)]
+    rows = json.loads(done.stdout)
+    return [Trial(*(name or "" for name in row)) for row in rows]
 
 
 def per_subject(trials: Iterable[Trial]) -> list[tuple[str, int, int, str]]:
