@@ -91,7 +91,7 @@ def _judge(folder: Path, code: int) -> list[int]:
 def parser() -> argparse.ArgumentParser:
     """The command line: one subcommand a verb; what they do not know goes to pytest."""
     made = argparse.ArgumentParser(prog="specgate", description=__doc__)
-    names = "run | gpu | golden | report | limits | latency | wheels"
+    names = "run | gpu | golden | report | limits | latency | wheels | serve"
     verbs = made.add_subparsers(dest="verb", required=True, metavar=names)
     runs = verbs.add_parser("run", help="run every case on this machine, report and gate")
     runs.add_argument("--report", type=Path, default=Path("report"), metavar="DIR")
@@ -109,6 +109,7 @@ def parser() -> argparse.ArgumentParser:
     verbs.add_parser("latency", help="time metadata and attention on the GPU, print the table")
     wheels = verbs.add_parser("wheels", help="extract what latency compares from sglang's wheels")
     wheels.add_argument("--into", metavar="FOLDER")
+    verbs.add_parser("serve", add_help=False, help="serve a shipped pair over HTTP")
     return made
 
 
@@ -122,6 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, args = commands.parse_known_args(argv)
     if args[:1] == ["--"]:
         del args[0]
+    if options.verb == "serve":
+        return start("harness.embedded", *args)
     if options.verb == "run":
         return run(options.report, args)
     if options.verb == "gpu":

@@ -112,7 +112,7 @@ def test_a_busy_engine_does_not_flush_and_a_request_too_large_is_refused(rig):
     engine.submit(FIRST, 4)
     with pytest.raises(ContractError, match="0 running, 1 waiting"):
         engine.flush()
-    with pytest.raises(UsageError, match="tokens of a request and a round = 26 .* <= 24"):
+    with pytest.raises(UsageError, match=r"tokens of a request and a round = 26 .*<= 24"):
         engine.submit(FIRST, 13)
 
 

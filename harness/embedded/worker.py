@@ -1,0 +1,161 @@
+"""The engine's process: commands in, progress out, one step at a time."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+
+import torch
+
+from harness.case import Family
+from harness.embedded.messages import (
+    Abort,
+    Ask,
+    Command,
+    Options,
+    Ready,
+    Rejection,
+    Reply,
+    Step,
+    Submit,
+)
+from harness.engine.generate import Engine
+from harness.engine.models.loader import load_pair
+from harness.engine.request import Request
+from harness.engine.speculation import Speculation, Version
+from harness.errors import ContractError, UsageError, rejected
+from harness.generation import Rigging, Room, family_of
+from harness.serving.service import Progress
+from harness.subject import SUBJECTS
+
+DTYPES = {"reference": torch.float32}
+"""What a kernel computes in; real ones in bfloat16."""
+VERSIONS = {"v1": Version.V1, "v2": Version.V2}
+
+
+class Worker:
+    """An engine behind a pipe.
+
+    Args:
+        pipe: commands come and events go.
+        options: what it serves.
+    """
+
+    def __init__(self, pipe: Connection, options: Options) -> None:
+        self._pipe, self._slowdown = pipe, options.slowdown
+        self._speculates = options.spec != "none"
+        self._engine, self._vocabulary, self._eos = _build(options)
+        self._requests: dict[str, Request] = {}
+        self._told: dict[str, int] = {}
+
+    @torch.inference_mode()
+    def serve(self) -> None:
+        """Serve until the pipe closes."""
+        self._pipe.send(Ready())
+        try:
+            while True:
+                while self._pipe.poll(None if self._engine.idle else 0):
+                    self._take(self._pipe.recv())
+                if not self._engine.idle:
+                    self._step()
+        except (EOFError, BrokenPipeError):
+            return
+
+    def _step(self) -> None:
+        started = time.perf_counter()
+        self._engine.step()
+        if self._slowdown:
+            time.sleep(self._slowdown * (time.perf_counter() - started))
+        for rid in [*self._requests]:
+            self._report(rid)
+
+    def _report(self, rid: str) -> None:
+        request, told = self._requests[rid], self._told[rid]
+        generation = request.generation
+        if len(generation.token_ids) == told and not request.finished:
+            return
+        reason = ""
+        if request.finished:
+            length = len(generation.token_ids) >= request.max_new_tokens
+            reason = "length" if length else "stop"
+        self._tell(rid, request, reason)
+        if reason:
+            del self._requests[rid], self._told[rid]
+
+    def _tell(self, rid: str, request: Request, reason: str) -> None:
+        generation = request.generation
+        progress = Progress(
+            new_ids=tuple(generation.token_ids[self._told[rid] :]),
+            cached_tokens=generation.cached_tokens,
+            spec_verify_ct=generation.spec_verify_ct if self._speculates else 0,
+            finish_reason=reason,
+        )
+        self._told[rid] = len(generation.token_ids)
+        self._pipe.send(Step(rid, progress))
+
+    def _take(self, command: Command) -> None:
+        if isinstance(command, Submit):
+            try:
+                self._submit(command)
+            except UsageError as error:
+                self._pipe.send(Rejection(command.rid, str(error)))
+        elif isinstance(command, Abort):
+            request = self._requests.pop(command.rid, None)
+            if request is not None:
+                self._engine.abort(request)
+                self._tell(command.rid, request, "abort")
+                del self._told[command.rid]
+        else:
+            self._answer(command)
+
+    def _submit(self, command: Submit) -> None:
+        beyond = [token for token in command.input_ids if token >= self._vocabulary]
+        if beyond:
+            raise UsageError(rejected("input_ids", beyond[0], f"tokens < {self._vocabulary}"))
+        eos = None if command.ignore_eos else self._eos
+        request = self._engine.submit(command.input_ids, command.max_new_tokens, eos=eos)
+        self._requests[command.rid], self._told[command.rid] = request, 0
+
+    def _answer(self, question: Ask) -> None:
+        engine = self._engine
+        try:
+            if question.verb == "flush":
+                value: object = engine.flush()
+            else:
+                counts = {"running": len(engine.running), "waiting": len(engine.waiting)}
+                value = asdict(engine.usage) | counts
+        except ContractError as error:
+            self._pipe.send(Reply(question.ticket, None, str(error)))
+            return
+        self._pipe.send(Reply(question.ticket, value))
+
+
+def _build(options: Options) -> tuple[Engine, int, int]:
+    """The engine, how many tokens there are, and the one that ends a text."""
+    device = torch.device(options.device)
+    torch.set_num_threads(1)
+    dtype = DTYPES.get(options.kernel, torch.bfloat16)
+    pair = load_pair(options.models / options.pair, dtype, device)
+    backend = "trtllm_mla" if family_of(pair.target) is Family.MLA else "trtllm_mha"
+    speculation = None
+    if options.spec != "none":
+        speculation = Speculation(
+            num_steps=options.num_steps,
+            num_draft_tokens=options.num_draft_tokens,
+            version=VERSIONS[options.spec],
+        )
+    powers = [1 << n for n in range(options.max_running_requests.bit_length())]
+    room = Room(
+        page_size=options.page_size,
+        num_pages=options.num_pages,
+        max_bs=options.max_running_requests,
+        max_context_len=options.context_length,
+        capture_bs=tuple(sorted({*powers, options.max_running_requests})),
+    )
+    rigging = Rigging(pair, SUBJECTS[f"{backend}/{options.kernel}"], speculation, room)
+    path = options.models / options.pair / "target" / "generation_config.json"
+    generation = json.loads(path.read_text(encoding="utf-8"))
+    engine = rigging.engine(prefix_cache=True)
+    return engine, pair.target.config.vocab_size, int(generation["eos_token_id"])

@@ -1,0 +1,87 @@
+"""What stands between the network and an app: the size and the patience of a body, and a key."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+OPEN_PATHS = ("/health",)
+"""Paths that need no key."""
+
+
+def refusal(status: int, kind: str, message: str) -> JSONResponse:
+    """The body of every refusal."""
+    body = {"error": {"message": message, "type": kind, "code": status}}
+    return JSONResponse(body, status_code=status)
+
+
+class BodyLimit:
+    """Reads a body whole before the app sees the request.
+
+    Args:
+        app: behind it.
+        max_bytes: 413 beyond them.
+        patience_s: 408 for a body that takes longer.
+    """
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int, patience_s: float) -> None:
+        self._app, self._max_bytes, self._patience_s = app, max_bytes, patience_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand the request on with its body, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await asyncio.wait_for(self._read(receive), self._patience_s)
+        except TimeoutError:
+            message = f"the body did not arrive within {self._patience_s:g} s"
+            await refusal(408, "RequestTimeout", message)(scope, receive, send)
+            return
+        if body is None:
+            message = f"body: at most {self._max_bytes} bytes are accepted"
+            await refusal(413, "PayloadTooLarge", message)(scope, receive, send)
+            return
+        waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return waiting.pop() if waiting else await receive()
+
+        await self._app(scope, replay, send)
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        body: bytes = b""
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return body
+            body += message.get("body", b"")
+            if len(body) > self._max_bytes:
+                return None
+            if not message.get("more_body", False):
+                return body
+
+
+class ApiKey:
+    """Asks for ``Authorization: Bearer KEY``.
+
+    Args:
+        app: behind it.
+        key: the one that is accepted.
+    """
+
+    def __init__(self, app: ASGIApp, *, key: str) -> None:
+        self._app, self._expected = app, f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand the request on, or refuse it with 401."""
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._expected):
+                answer = refusal(401, "Unauthorized", "Authorization: the server's key is accepted")
+                await answer(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
