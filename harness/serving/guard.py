@@ -1,7 +1,8 @@
-"""``python -m harness.serving.guard ARGV…``: run a command until standard input closes.
+"""``python -m harness.serving.guard GRACE ARGV…``: run a command until standard input closes.
 
 The launching process holds the other end of that pipe. However it ends, kill -9 included, the
-kernel closes it, and the guard stops everything that the command has started.
+kernel closes it, and the guard stops everything that the command has started: first it asks, and
+what is left GRACE seconds later is killed.
 """
 
 from __future__ import annotations
@@ -17,35 +18,34 @@ from contextlib import suppress
 
 import psutil
 
-GRACE_S = 5.0
-"""What a process that was asked to end may take before it is killed."""
 NOT_STARTED = 127
 PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit code of the command, as a shell has it; nothing it started outlives this."""
+    grace_s, *words = argv
     # Whose parent has ended becomes a child of the guard instead of init's, and is found.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        command = subprocess.Popen(argv, stdin=subprocess.DEVNULL, start_new_session=True)
+        command = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:
-        print(f"cannot start {argv[0]}: {error}", file=sys.stderr)
+        print(f"cannot start {words[0]}: {error}", file=sys.stderr)
         return NOT_STARTED
     try:
         ended = os.pidfd_open(command.pid)
         select.select([sys.stdin, ended], [], [])
         code = command.poll() or 0
     finally:
-        stop()
+        stop(float(grace_s))
     return code if code >= 0 else 128 - code
 
 
-def stop() -> None:
+def stop(grace_s: float) -> None:
     """End all descendants of this process: first asked, then killed until none is left."""
     guard = psutil.Process()
-    number, patience_s = signal.SIGTERM, GRACE_S
+    number, patience_s = signal.SIGTERM, grace_s
     while alive := guard.children(recursive=True):
         for process in alive:
             with suppress(psutil.NoSuchProcess):

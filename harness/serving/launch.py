@@ -33,6 +33,7 @@ class Launch:
         url: where it will answer.
         env: added to this process's environment.
         ready_s: how long it may take to be well.
+        grace_s: how long it may take to end before it is killed.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Launch:
     url: str
     env: Mapping[str, str] = field(default_factory=dict)
     ready_s: float = 180.0
+    grace_s: float = 5.0
 
 
 class Running:
@@ -111,7 +113,7 @@ def _guarded(spec: Launch, log: Path) -> subprocess.Popen[bytes]:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "harness.serving.guard", *spec.argv],
+            [sys.executable, "-m", "harness.serving.guard", str(spec.grace_s), *spec.argv],
             cwd=ROOT,
             env=os.environ | dict(spec.env),
             stdin=subprocess.PIPE,

@@ -1,0 +1,260 @@
+"""The client sends what sglang takes, and believes no answer that is not whole."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from fixtures.stub_server import Answerer, Reply, StubServer, script
+from harness.errors import ServerError
+from harness.serving.client import Answer, Client
+from harness.serving.launch import free_port
+
+PROMPT = (11, 22, 33)
+
+
+def body(*ids: int, verified: int | None = 2, finish: str | None = "length") -> dict[str, Any]:
+    """What sglang answers with these tokens."""
+    meta: dict[str, Any] = {
+        "id": "a1",
+        "finish_reason": finish and {"type": finish, "length": len(ids)},
+        "prompt_tokens": 3,
+        "completion_tokens": len(ids),
+        "cached_tokens": 1,
+    }
+    if verified is not None:
+        meta["spec_verify_ct"] = verified
+    return {"text": " ".join(map(str, ids)), "output_ids": list(ids), "meta_info": meta}
+
+
+def answer(*ids: int, verified: int = 2, finish: str = "length") -> Answer:
+    return Answer(
+        output_ids=ids,
+        text=" ".join(map(str, ids)),
+        prompt_tokens=3,
+        completion_tokens=len(ids),
+        cached_tokens=1,
+        spec_verify_ct=verified,
+        finish_reason=finish,
+    )
+
+
+def event(data: object) -> str:
+    return f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n"
+
+
+def streaming(*pieces: str, broken: bool = False) -> Answerer:
+    return lambda _: Reply(pieces=pieces, broken=broken)
+
+
+def test_a_request_is_greedy_and_counted() -> None:
+    with StubServer(script(Reply(body=body(5, 6, 7)))) as server:
+        assert Client(f"{server.url}/").generate(PROMPT, 3) == answer(5, 6, 7)
+    [asked] = server.asked
+    assert (asked.method, asked.path) == ("POST", "/generate")
+    assert asked.body == {
+        "input_ids": [11, 22, 33],
+        "sampling_params": {"max_new_tokens": 3, "temperature": 0, "ignore_eos": True},
+    }
+    assert "authorization" not in asked.headers
+
+
+def test_options_of_a_request_are_sent() -> None:
+    with StubServer(script(Reply(body=body(5)))) as server:
+        client = Client(server.url, api_key="secret")
+        client.generate(PROMPT, 9, ignore_eos=False, worker=2)
+    [asked] = server.asked
+    assert asked.headers["authorization"] == "Bearer secret"
+    assert asked.body["sampling_params"]["ignore_eos"] is False
+    assert asked.body["routed_dp_rank"] == 2
+
+
+def test_a_server_without_speculation_verifies_nothing() -> None:
+    with StubServer(script(Reply(body=body(5, verified=None, finish="stop")))) as server:
+        found = Client(server.url).generate(PROMPT, 1)
+    assert found == answer(5, verified=0, finish="stop")
+
+
+def test_a_batch_is_one_request() -> None:
+    with StubServer(script(Reply(body=[body(5), body(6, 7)]))) as server:
+        found = Client(server.url).generate_batch([PROMPT, (4,)], 2)
+    assert found == [answer(5), answer(6, 7)]
+    [asked] = server.asked
+    assert asked.body["input_ids"] == [[11, 22, 33], [4]]
+
+
+def test_chunks_come_as_they_are_sent() -> None:
+    seen = threading.Event()
+
+    def pieces() -> Iterator[str]:
+        yield event(body(5, finish=None))
+        assert seen.wait(10), "the first chunk was held back"
+        time.sleep(0.2)
+        whole = event(body(5, 6))
+        yield whole[:20]
+        yield whole[20:]
+        yield event("[DONE]")
+
+    with StubServer(lambda _: Reply(pieces=pieces())) as server:
+        stream = Client(server.url).stream(PROMPT, 2)
+        started = time.perf_counter()
+        first = next(stream)
+        seen.set()
+        [second] = stream
+    assert server.asked[0].body["stream"] is True
+    assert first.answer == answer(5, finish="")
+    assert second.answer == answer(5, 6)
+    assert started < first.at
+    assert 0.19 < second.at - first.at < 5
+
+
+def test_a_stream_that_is_closed_disconnects() -> None:
+    gone = threading.Event()
+
+    def pieces() -> Iterator[str]:
+        try:
+            for _ in range(2000):
+                yield event(body(5, finish=None))
+                time.sleep(0.01)
+        finally:
+            gone.set()
+
+    def answerer(_: object) -> Reply:
+        return Reply(pieces=pieces())
+
+    with StubServer(answerer) as server:
+        stream = Client(server.url).stream(PROMPT, 2)
+        next(stream)
+        stream.close()  # type: ignore[attr-defined]
+        assert gone.wait(10)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "broken", "message", "status"),
+    [
+        ((event(body(5)),), False, "ended before it was done", None),
+        ((event(body(5)),), True, "the stream broke", None),
+        ((event({"error": {"message": "too long", "code": 400}}),), False, "too long", 400),
+        ((event({"error": "out of pages"}),), False, "out of pages", None),
+        ((event("{oops"),), False, r"no JSON: {oops", None),
+        ((event(["x"]),), False, "no answer of /generate", None),
+    ],
+)
+def test_a_stream_that_is_not_whole_raises(
+    pieces: tuple[str, ...], broken: bool, message: str, status: int | None
+) -> None:
+    with (
+        StubServer(streaming(*pieces, broken=broken)) as server,
+        pytest.raises(ServerError, match=message) as raised,
+    ):
+        list(Client(server.url).stream(PROMPT, 2))
+    assert raised.value.status == status
+
+
+@pytest.mark.parametrize("status", [202, 400, 401, 413, 422, 500, 503])
+def test_other_statuses_raise(status: int) -> None:
+    error = {"error": {"message": "max_new_tokens = 0 is not accepted", "code": status}}
+    with (
+        StubServer(script(Reply(status, error))) as server,
+        pytest.raises(ServerError, match=rf"/generate: {status}: .*max_new_tokens = 0") as raised,
+    ):
+        Client(server.url).generate(PROMPT, 0)
+    assert raised.value.status == status
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "<html>",
+        [],
+        {},
+        {"meta_info": None},
+        body(5) | {"output_ids": None},
+        {key: value for key, value in body(5).items() if key != "text"},
+        body(5) | {"meta_info": {"finish_reason": None}},
+        body(5) | {"meta_info": body(5)["meta_info"] | {"finish_reason": "length"}},
+    ],
+)
+def test_what_is_no_answer_raises(wrong: object) -> None:
+    with (
+        StubServer(script(Reply(body=wrong))) as server,
+        pytest.raises(ServerError, match="no answer of /generate"),
+    ):
+        Client(server.url).generate(PROMPT, 1)
+
+
+def test_a_server_that_is_gone_raises() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    client = Client(url)
+    with pytest.raises(ServerError, match=f"{url}/generate: .*refused") as raised:
+        client.generate(PROMPT, 1)
+    assert raised.value.status is None
+    assert client.health() is False
+
+
+def test_a_silent_server_raises() -> None:
+    release = threading.Event()
+
+    def silent(_: object) -> Reply:
+        release.wait(10)
+        return Reply()
+
+    with StubServer(silent) as server:
+        with pytest.raises(ServerError, match="timed out"):
+            Client(server.url, timeout_s=0.2).generate(PROMPT, 1)
+        release.set()
+
+
+@pytest.mark.parametrize(("status", "well"), [(200, True), (503, False), (404, False)])
+def test_health_is_200(status: int, well: bool) -> None:
+    with StubServer(script(Reply(status))) as server:
+        assert Client(server.url).health() is well
+    assert server.asked[0].path == "/health"
+
+
+def test_what_a_server_says_of_itself() -> None:
+    said = {
+        "/server_info": {"page_size": 16, "dp_size": 2, "version": "0.5.14"},
+        "/v1/models": {"object": "list", "data": [{"id": "gqa"}, {"id": "mla"}]},
+    }
+    with StubServer(lambda asked: Reply(body=said[asked.path])) as server:
+        client = Client(server.url)
+        assert client.server_info() == said["/server_info"]
+        assert client.cache_shape() == (16, 2)
+        assert client.models() == ["gqa", "mla"]
+
+
+def test_caches_are_taken_for_single_tokens_and_one_worker_unless_said() -> None:
+    with StubServer(script(Reply(body={"page_size": None}))) as server:
+        assert Client(server.url).cache_shape() == (1, 1)
+
+
+def test_a_server_is_slowed_down_and_requests_are_aborted() -> None:
+    with StubServer(script(Reply(body="null"))) as server:
+        client = Client(server.url)
+        client.slow_down(0.002)
+        client.slow_down(None)
+        client.abort("a1")
+        client.abort(None)
+    assert [(asked.path, asked.body) for asked in server.asked] == [
+        ("/slow_down", {"forward_sleep_time": 0.002}),
+        ("/slow_down", {"forward_sleep_time": None}),
+        ("/abort_request", {"rid": "a1"}),
+        ("/abort_request", {"abort_all": True}),
+    ]
+
+
+def test_threads_share_a_client() -> None:
+    def echo(asked: Any) -> Reply:
+        return Reply(body=body(*asked.body["input_ids"]))
+
+    with StubServer(echo) as server, ThreadPoolExecutor(16) as threads:
+        client = Client(server.url)
+        found = list(threads.map(lambda one: client.generate([one], 1), range(64)))
+    assert [one.output_ids for one in found] == [(one,) for one in range(64)]

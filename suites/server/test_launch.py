@@ -1,0 +1,198 @@
+"""A launched server is waited for, and nothing it started outlives it or whoever launched it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fixtures.stub_server import Reply, StubServer, script
+from harness.errors import NotReady, ServerError
+from harness.serving import launch as launching
+from harness.serving.launch import ROOT, Launch, Running, attached, free_port, launch
+
+SOON_S = 10.0
+
+
+def stub(*traits: str, **fields: object) -> Launch:
+    port = free_port()
+    spec = Launch(
+        name="stub",
+        argv=(sys.executable, "-m", "fixtures.stub_process", str(port), *traits),
+        url=f"http://127.0.0.1:{port}",
+        ready_s=SOON_S,
+    )
+    return replace(spec, **fields)  # type: ignore[arg-type]
+
+
+def pids(log: Path) -> list[int]:
+    """Of the server, of its child and of the orphan in a session of its own."""
+    words = [line.split() for line in log.read_text().splitlines()]
+    found = [int(word[1]) for word in words if word[:1] == ["pid"]]
+    assert len(found) == 3, log.read_text()
+    return found
+
+
+def alive(found: list[int]) -> list[int]:
+    return [pid for pid in found if psutil.pid_exists(pid)]
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + SOON_S
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return holds()
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "logs" / "server.log"
+
+
+def test_nothing_outlives_a_server(log: Path) -> None:
+    with launch(stub(env={"STUB_HOME": "here"}), log) as running:
+        assert running.alive
+        assert running.pid is not None
+        found = pids(log)
+        assert alive(found) == found
+        family = psutil.Process(running.pid).children(recursive=True)
+        assert set(found) <= {process.pid for process in family}
+        assert "home here" in log.read_text()
+    assert alive(found) == []
+    assert not running.alive
+    running.stop()
+
+
+def test_who_does_not_end_is_killed(log: Path) -> None:
+    with launch(stub("stubborn", grace_s=0.3), log):
+        found = pids(log)
+        asked = time.monotonic()
+    assert alive(found) == []
+    assert 0.3 <= time.monotonic() - asked < 5
+
+
+def test_nothing_outlives_a_launcher_killed_by_9(log: Path) -> None:
+    spec = stub()
+    code = f"""
+from pathlib import Path
+from harness.serving.launch import Launch, Running
+running = Running({spec!r}, Path({str(log)!r}))
+running.wait_ready()
+print("ready", flush=True)
+input()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == b"ready\n"
+        found = pids(log)
+        launcher.kill()
+    assert launcher.returncode == -signal.SIGKILL
+    assert eventually(lambda: not alive(found))
+
+
+def test_nothing_outlives_a_guard_that_is_asked_to_end(log: Path) -> None:
+    with launch(stub(), log) as running:
+        found = pids(log)
+        psutil.Process(running.pid).terminate()
+        assert eventually(lambda: not running.alive)
+        assert alive(found) == []
+
+
+def test_nothing_outlives_a_server_that_died(log: Path) -> None:
+    with launch(stub(), log) as running:
+        found = pids(log)
+        server = next(pid for pid in found if "stub_process" in "".join(_words(pid)))
+        psutil.Process(server).kill()
+        assert eventually(lambda: not running.alive)
+        assert alive(found) == []
+
+
+def _words(pid: int) -> list[str]:
+    return psutil.Process(pid).cmdline()
+
+
+def test_death_is_reported_at_once_with_the_end_of_the_log(log: Path) -> None:
+    started = time.monotonic()
+    with (
+        pytest.raises(NotReady, match=r"stub at .* ended with 3 before") as raised,
+        launch(stub("dies", ready_s=60.0), log),
+    ):
+        pytest.fail("it was never ready")
+    assert time.monotonic() - started < SOON_S
+    lines = str(raised.value).splitlines()
+    assert lines[1].strip() == f"log: {log}"
+    assert [line.strip() for line in lines[2:]] == [
+        *(f"line {number}" for number in range(81, 100)),
+        "no kernel image",
+    ]
+
+
+def test_a_command_that_does_not_exist_is_reported(log: Path) -> None:
+    spec = stub(argv=("/no/such/command", "--port", "1"))
+    with (
+        pytest.raises(NotReady, match=r"ended with 127(.|\n)*cannot start /no/such/command"),
+        launch(spec, log),
+    ):
+        pytest.fail("it was never ready")
+
+
+def test_a_server_that_is_never_well_is_stopped_at_the_deadline(log: Path) -> None:
+    with (
+        pytest.raises(NotReady, match=r"not ready after 1.5 s(.|\n)*pid"),
+        launch(stub("ill", ready_s=1.5), log),
+    ):
+        pytest.fail("it was never ready")
+    assert alive(pids(log)) == []
+
+
+def test_servers_start_side_by_side(tmp_path: Path) -> None:
+    both = [Running(stub(), tmp_path / f"{name}.log") for name in "ab"]
+    try:
+        assert all(0 < running.wait_ready() < SOON_S for running in both)
+        first, second = (pids(running.log) for running in both)
+        both[0].stop()
+        assert alive(first) == []
+        assert alive(second) == second
+    finally:
+        for running in both:
+            running.stop()
+    assert alive(second) == []
+
+
+def test_what_will_not_end_is_reported(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "STOP_S", 0.05)
+    with launch(stub("stubborn", grace_s=0.5), log) as running:
+        found = pids(log)
+        with pytest.raises(ServerError, match=r"stub at .* did not end within 0.05 s"):
+            running.stop()
+        monkeypatch.undo()
+    assert alive(found) == []
+
+
+def test_a_server_is_attached_to(log: Path) -> None:
+    with StubServer(script(Reply())) as server:
+        with launch(attached(f"{server.url}/"), log) as running:
+            assert (running.url, running.pid, running.alive) == (server.url, None, True)
+        assert running.alive, "whoever started it stops it"
+    assert not running.alive
+    assert not log.exists()
+
+
+def test_an_absent_server_is_not_attached_to(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "ATTACH_S", 0.1)
+    spec = attached(f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(NotReady, match=r"attached at .* not ready after 0.1 s$"), launch(spec, log):
+        pytest.fail("it was never ready")
+
+
+def test_a_port_is_given_once() -> None:
+    assert len({free_port() for _ in range(500)}) == 500
