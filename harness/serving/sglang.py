@@ -56,7 +56,7 @@ def sglang(
         nccl_port=free_port(),
         context_length=context_length,
         max_running_requests=max_running_requests,
-        cuda_graph_max_bs=max_running_requests,
+        cuda_graph_max_bs_decode=max_running_requests,
         max_total_tokens=MAX_TOTAL_TOKENS,
         mem_fraction_static=MEM_FRACTION_STATIC,
         random_seed=0,

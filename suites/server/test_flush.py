@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -22,7 +21,7 @@ REFUSALS = (202, 204, 401, 404, 409, 500, 503)
 
 
 @pytest.fixture
-def slept(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds of every sleep, none of which is slept."""
     seconds: list[float] = []
     monkeypatch.setattr(time, "sleep", seconds.append)
@@ -31,7 +30,7 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
 def test_200_returns_at_once(slept: list[float]) -> None:
     with StubServer(script(DONE)) as server:
-        assert flush_cache_with_retry(server.url) is None
+        flush_cache_with_retry(server.url)
     [asked] = server.asked
     assert (asked.method, asked.path, asked.query) == ("POST", "/flush_cache", {})
     assert slept == []
@@ -51,6 +50,7 @@ def test_the_last_failure_raises(tries: int, slept: list[float]) -> None:
         pytest.raises(requests.HTTPError, match="400") as raised,
     ):
         flush_cache_with_retry(server.url, max_retries=tries)
+    assert raised.value.response is not None
     assert raised.value.response.status_code == 400
     assert len(server.asked) == tries
     assert slept == [2.0] * (tries - 1)
