@@ -27,6 +27,11 @@ GOLDEN_MODES = ("verify", "add", "rewrite")
 LEFT_RECORDS = (0, 1, 2)
 """Exit codes of a pytest that ran tests: passed, failed, interrupted."""
 INTERRUPTED = 2
+HANDED_ON = {
+    "bench": ("fixtures.bench", "compare two servers in randomised blocks, to a verdict"),
+    "compare": ("harness.bench", "judge a benchmark's records again and print what they show"),
+}
+"""Verbs that are modules with a command line of their own, which they explain by ``--help``."""
 
 
 def start(module: str, *args: str) -> int:
@@ -91,7 +96,7 @@ def _judge(folder: Path, code: int) -> list[int]:
 def parser() -> argparse.ArgumentParser:
     """The command line: one subcommand a verb; what they do not know goes to pytest."""
     made = argparse.ArgumentParser(prog="specgate", description=__doc__)
-    names = "run | gpu | golden | report | limits | latency | wheels | serve"
+    names = "run | gpu | golden | report | limits | latency | bench | compare | wheels | serve"
     verbs = made.add_subparsers(dest="verb", required=True, metavar=names)
     runs = verbs.add_parser("run", help="run every case on this machine, report and gate")
     runs.add_argument("--report", type=Path, default=Path("report"), metavar="DIR")
@@ -109,6 +114,8 @@ def parser() -> argparse.ArgumentParser:
     verbs.add_parser("latency", help="time metadata and attention on the GPU, print the table")
     wheels = verbs.add_parser("wheels", help="extract what latency compares from sglang's wheels")
     wheels.add_argument("--into", metavar="FOLDER")
+    for verb, (_, help_text) in HANDED_ON.items():
+        verbs.add_parser(verb, help=help_text, add_help=False)
     verbs.add_parser("serve", add_help=False, help="serve a shipped pair over HTTP")
     return made
 
@@ -125,6 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         del args[0]
     if options.verb == "serve":
         return start("harness.embedded", *args)
+    if options.verb in HANDED_ON:
+        return start(HANDED_ON[options.verb][0], *args)
     if options.verb == "run":
         return run(options.report, args)
     if options.verb == "gpu":

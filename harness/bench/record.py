@@ -160,6 +160,7 @@ class Trial:
         started: ISO 8601, UTC.
         seconds: from launch to the last answer.
         counts: of the measured passes, where the server reports any; they have no noise.
+        slept_s: planted before every forward of a server that does not slow itself.
     """
 
     session: str
@@ -177,6 +178,7 @@ class Trial:
     started: str
     seconds: float
     counts: dict[str, int] = field(default_factory=dict)
+    slept_s: float = 0.0
 
 
 Line = Session | Trial

@@ -1,0 +1,42 @@
+"""``specgate compare RECORDS``: judge a benchmark's records again and print what they show."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from harness.bench.findings import findings, verdict
+from harness.bench.live import conclude
+from harness.bench.record import Line, read
+from harness.errors import SpecgateError
+
+
+def show(lines: Iterable[Line], console: Console) -> int:
+    """Print the findings and the verdict.
+
+    Returns:
+        1 if the verdict is red, else 0.
+    """
+    night = verdict(findings(lines))
+    console.print(conclude(night.findings, night.reasons, night.ruling))
+    return int(night.ruling.is_red)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0, 1 for a red verdict, 2 for records that are none."""
+    parser = argparse.ArgumentParser(prog="specgate compare", description=__doc__)
+    parser.add_argument("records", type=Path, help="a bench.jsonl")
+    options = parser.parse_args(argv)
+    try:
+        return show(read(options.records), Console(width=None if sys.stdout.isatty() else 160))
+    except SpecgateError as error:
+        print(f"specgate compare: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

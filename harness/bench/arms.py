@@ -1,0 +1,173 @@
+"""The sides of a comparison, from one word of a command line to a server."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from harness.bench.record import ArmFacts
+from harness.errors import ContractError, UsageError, rejected
+from harness.serving import launch
+from harness.serving.sglang import sglang
+
+EMBEDDED = (
+    "spec",
+    "num_steps",
+    "num_draft_tokens",
+    "max_running_requests",
+    "context_length",
+    "page_size",
+    "num_pages",
+    "kernel",
+    "device",
+)
+SGLANG = ("num_steps", "num_draft_tokens", "max_running_requests", "context_length")
+COMMON = ("pair", "python", "slowdown", "name")
+KINDS: dict[str, tuple[str, ...]] = {
+    "embedded": (*COMMON, *EMBEDDED),
+    "sglang": (*COMMON, "backend", "target", "draft", "args", *SGLANG),
+}
+VERSIONS = "import importlib.metadata as m, sys; print(*(m.version(p) for p in sys.argv[1:]))"
+
+
+class Server(Protocol):
+    """What is measured: started, ready, stopped."""
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+
+    @property
+    def pid(self) -> int | None:
+        """Of its first process, None of one that was not started here."""
+
+    def wait_ready(self) -> float:
+        """Seconds until it was well."""
+
+    def stop(self) -> None:
+        """End it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One side.
+
+    Args:
+        spec: the word it was read from.
+        kind: "embedded", "sglang" or "url".
+        options: by name, as written.
+        url: of an attached server.
+        slowdown: part of a step's time to add to every step; 0 for none.
+        pairs: folders of the shipped pairs by name.
+    """
+
+    spec: str
+    kind: str
+    options: Mapping[str, str]
+    url: str = ""
+    slowdown: float = 0.0
+    pairs: Mapping[str, Path] = field(default_factory=dict)
+
+    @property
+    def slows_itself(self) -> bool:
+        """Whether the server was started slow; others are asked to sleep by ``/slow_down``."""
+        return self.kind == "embedded"
+
+    def planted(self, slowdown: float) -> Arm:
+        """The same arm, slowed down on purpose."""
+        return replace(self, slowdown=slowdown, spec=f"{self.spec} +{slowdown:.0%}")
+
+    def start(self, log: Path) -> Server:
+        """Start it, without waiting; a new port every time."""
+        return launch.Running(self._launch(), log)
+
+    def facts(self) -> ArmFacts:
+        """What a plan says of it; the port is drawn anew at every start and left out.
+
+        Raises:
+            ContractError: its interpreter lacks the package it is about.
+        """
+        if self.kind == "url":
+            return ArmFacts(name=self.spec)
+        package = "torch" if self.kind == "embedded" else "sglang"
+        versions = {package: _version(self.options.get("python", sys.executable), package)}
+        words = self._launch().argv
+        ports = {i for w, word in enumerate(words) if word.endswith("port") for i in (w, w + 1)}
+        command = tuple(word for i, word in enumerate(words) if i not in ports)
+        return ArmFacts(
+            name=self.options.get("name", self.spec), command=command, versions=versions
+        )
+
+    def _launch(self) -> launch.Launch:
+        if self.kind == "url":
+            return launch.attached(self.url)
+        python = self.options.get("python", sys.executable)
+        if self.kind == "embedded":
+            chosen: dict[str, Any] = {name: self.options.get(name) for name in EMBEDDED}
+            chosen["slowdown"] = self.slowdown or None
+            return launch.embedded(self.options.get("pair", "gqa"), python=python, **chosen)
+        folder = self.pairs.get(self.options.get("pair", "gqa"))
+        numbers = {name: int(self.options[name]) for name in SGLANG if name in self.options}
+        target = self.options.get("target") or (folder and folder / "target")
+        draft = self.options.get("draft") or (folder and folder / "draft")
+        if not target:
+            raise UsageError(rejected("arm", self.spec, "target=FOLDER or pair=gqa, pair=mla"))
+        return sglang(
+            target=Path(target),
+            draft=Path(draft) if draft and draft != "none" else None,
+            attention_backend=self.options.get("backend", "triton"),
+            python=python,
+            args=self.options.get("args", "").split(),
+            **numbers,
+        )
+
+
+def parse(spec: str, pairs: Mapping[str, Path] | None = None) -> Arm:
+    """An arm from ``embedded:pair=gqa,…``, ``sglang:backend=triton,…`` or ``url:http://…``.
+
+    Raises:
+        UsageError: naming the word and what is accepted.
+    """
+    kind, _, rest = spec.partition(":")
+    if kind == "url" and rest.startswith(("http://", "https://")):
+        return Arm(spec=spec, kind=kind, options={}, url=rest.rstrip("/"))
+    if kind not in KINDS:
+        accepted = "embedded:KEY=VALUE,… or sglang:KEY=VALUE,… or url:http://…"
+        raise UsageError(rejected("arm", spec, accepted))
+    options: dict[str, str] = {}
+    for word in filter(None, rest.split(",")):
+        name, equals, value = word.partition("=")
+        if not equals or name not in KINDS[kind] or name in options:
+            accepted = f"{', '.join(KINDS[kind])}, each once as KEY=VALUE"
+            raise UsageError(rejected(f"option of {kind}", word, accepted))
+        options[name] = value
+    return Arm(
+        spec=spec,
+        kind=kind,
+        options=options,
+        slowdown=_slowdown(options.get("slowdown", "0")),
+        pairs=pairs or {},
+    )
+
+
+def _slowdown(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 10.0:
+        raise UsageError(rejected("slowdown", text, "a number from 0 to 10, 0.05 is 5 %"))
+    return value
+
+
+def _version(python: str, package: str) -> str:
+    asked = [python, "-c", VERSIONS, package]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ContractError(f"{python} does not know the version of {package}: {error}") from error
+    return done.stdout.strip()

@@ -1,0 +1,55 @@
+"""A trial's passes to one number a metric."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+from harness.bench.load import Pass
+from harness.bench.record import Sample
+
+
+def decode_ms(sample: Sample) -> float:
+    """From the first chunk to the last."""
+    return sample.latency_ms - sample.ttft_ms
+
+
+def tpot_ms(sample: Sample) -> float:
+    """Time per output token behind the first."""
+    return decode_ms(sample) / (sample.completion_tokens - 1)
+
+
+def percentile_99(values: Sequence[float]) -> float:
+    """The smallest value that 99 % of all do not exceed."""
+    return sorted(values)[math.ceil(0.99 * len(values)) - 1]
+
+
+def metrics(passes: Sequence[Pass]) -> dict[str, float]:
+    """Numbers of a trial by the name of their margin; none of passes in which a request failed.
+
+    TPOT, TTFT and step time are medians over requests, the throughput is tokens of all passes over
+    their time, and the accept length is pooled as sglang counts it: completion tokens over verify
+    steps. Without speculation there are neither steps nor an accept length.
+    """
+    samples = [sample for one in passes for sample in one.samples]
+    if not samples or any(one.failures for one in passes):
+        return {}
+    gaps = [gap for sample in samples for gap in sample.chunk_gaps_ms]
+    tokens = sum(sample.completion_tokens for sample in samples)
+    steps = sum(sample.spec_verify_ct for sample in samples)
+    tpots = [tpot_ms(sample) for sample in samples]
+    ttfts = [sample.ttft_ms for sample in samples]
+    found = {
+        "ttft": median(ttfts),
+        "tpot": median(tpots),
+        "output_throughput": tokens / sum(one.seconds for one in passes),
+        "ttft_p99": percentile_99(ttfts),
+        "tpot_p99": percentile_99(tpots),
+    }
+    if gaps:
+        found["itl"] = median(gaps)
+    if all(sample.spec_verify_ct for sample in samples):
+        found["step_time"] = median(decode_ms(s) / s.spec_verify_ct for s in samples)
+        found["accept_length"] = tokens / steps
+    return found

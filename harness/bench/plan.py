@@ -1,0 +1,157 @@
+"""What is fixed before the first block: sessions, margins at the levels of a rehearsal, coins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+
+from harness.bench.arms import Arm
+from harness.bench.findings import NOISY, Finding
+from harness.bench.record import CasePlan, Role, Session, Workload
+from harness.errors import UsageError, rejected
+from harness.evidence.blocks import Design
+from harness.evidence.estimates import spread
+from harness.evidence.families import nightly
+from harness.evidence.margin import Margin
+from harness.evidence.martingale import DEFAULT_SCALE
+from harness.record import Environment
+
+Levels = Mapping[tuple[str, str], float]
+"""A number by (workload, metric)."""
+SLOWDOWN = 0.05
+"""Of the planted control."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is asked for.
+
+    Args:
+        a, b: the arms.
+        workloads: in the order that every trial runs them.
+        margins: rows of every metric.
+        roles: the sessions.
+        seed, design: of the coins; every session tosses its own.
+        blocks_at_most: of every case.
+        slowdown: of the planted control.
+        scales: of A/A effects by (workload, metric), from an earlier run on this machine.
+    """
+
+    a: Arm
+    b: Arm
+    workloads: tuple[Workload, ...]
+    margins: tuple[Margin, ...]
+    roles: tuple[Role, ...]
+    seed: str
+    design: Design
+    blocks_at_most: int
+    slowdown: float = SLOWDOWN
+    scales: Levels = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for w in self.workloads:
+            least = min(w.batch_size, w.input_len, w.requests, w.output_len - 1)
+            if least < 1 or w.requests % w.batch_size:
+                accepted = "at least 1, 2 output tokens, whole batches"
+                raise UsageError(rejected("workload", w, accepted))
+        if not self.workloads or not self.roles or self.blocks_at_most < 1:
+            asked = (self.workloads, self.roles, self.blocks_at_most)
+            raise UsageError(rejected("workloads, sessions, blocks", asked, "one or more of each"))
+
+    def arms(self, role: Role) -> dict[str, Arm]:
+        """The arms of a session by letter."""
+        other = {
+            Role.CANDIDATE: self.b,
+            Role.SAME: self.a,
+            Role.PLANTED: self.a.planted(self.slowdown),
+        }
+        return {"A": self.a, "B": other[role]}
+
+
+def sessions(setup: Setup, levels: Levels, environment: Environment) -> list[Session]:
+    """The plan of every session that is asked for.
+
+    Args:
+        setup: what is asked for.
+        levels: of the reference arm; what is missing was not measured on both arms, and is not
+            ruled on.
+        environment: the machine.
+
+    Raises:
+        UsageError: nothing that is measured is ruled on.
+    """
+    gated = [
+        (workload, margin)
+        for workload in setup.workloads
+        for margin in setup.margins
+        if margin.gates and margin.n_max_nightly and (workload.id, margin.metric) in levels
+    ]
+    if not gated:
+        raise UsageError(rejected("measured metrics", sorted(levels), "one of the margins table"))
+    facts = {arm: arm.facts() for role in setup.roles for arm in setup.arms(role).values()}
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    return [
+        Session(
+            id=role.value,
+            role=role,
+            a=facts[setup.arms(role)["A"]],
+            b=facts[setup.arms(role)["B"]],
+            seed=f"{setup.seed}/{role}",
+            design=setup.design,
+            thresholds=nightly(len(gated)),
+            workloads=setup.workloads,
+            cases=tuple(_case(setup, *row, levels) for row in gated),
+            started=started,
+            environment=environment,
+        )
+        for role in setup.roles
+    ]
+
+
+def _case(setup: Setup, workload: Workload, margin: Margin, levels: Levels) -> CasePlan:
+    most = min(setup.blocks_at_most, margin.n_max_nightly)
+    return CasePlan(
+        workload=workload.id,
+        metric=margin.metric,
+        bounds=margin.bounds(levels[workload.id, margin.metric], most),
+        calibrated=setup.scales.get((workload.id, margin.metric), DEFAULT_SCALE),
+        unit=margin.unit,
+        higher_is_better=margin.higher_is_better,
+    )
+
+
+def scales(found: Sequence[Finding]) -> dict[tuple[str, str], float]:
+    """Scales of A/A effects, where an earlier run saw enough of them."""
+    return {
+        (f.workload.id, f.metric): spread(f.effects)
+        for f in found
+        if f.role is Role.SAME and len(f.effects) >= NOISY
+    }
+
+
+def check_resumed(found: Sequence[Session], setup: Setup) -> None:
+    """Refuse to go on with another plan than the one that was begun.
+
+    Levels, and so margins, stay those of the plan: they were known before its first block.
+
+    Raises:
+        UsageError: naming what differs.
+    """
+    if tuple(session.role for session in found) != setup.roles:
+        roles = [session.role.value for session in found]
+        raise UsageError(rejected("sessions", [r.value for r in setup.roles], f"{roles}, as begun"))
+    for session in found:
+        arms = setup.arms(session.role)
+        asked = replace(
+            session,
+            a=arms["A"].facts(),
+            b=arms["B"].facts(),
+            seed=f"{setup.seed}/{session.role}",
+            design=setup.design,
+            workloads=setup.workloads,
+        )
+        for name, value in vars(asked).items():
+            if value != getattr(session, name):
+                accepted = f"{getattr(session, name)!r}, as begun"
+                raise UsageError(rejected(f"{name} of session {session.id}", value, accepted))

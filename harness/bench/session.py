@@ -1,0 +1,114 @@
+"""A benchmark from its setup to its findings: rehearse, plan or resume, measure."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from harness.bench.findings import Finding
+from harness.bench.live import Screen
+from harness.bench.plan import Levels, Setup, check_resumed, sessions
+from harness.bench.record import Line, Session, append, read
+from harness.bench.trial import Seat
+from harness.bench.waves import SIDE_BY_SIDE, Measure, Waves
+from harness.errors import ContractError, UsageError, rejected
+from harness.record import Environment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """How a setup is carried out.
+
+    Args:
+        setup: what is asked for.
+        out: file of the records; logs of servers go to a folder beside it.
+        measure: makes a trial.
+        environment: tells the machine.
+        console: where progress is shown.
+        resume: go on with the plan that ``out`` holds.
+        seconds, side_by_side: see ``Waves``.
+    """
+
+    setup: Setup
+    out: Path
+    measure: Measure
+    environment: Callable[[], Environment]
+    console: Console
+    resume: bool = False
+    seconds: float = float("inf")
+    side_by_side: int = SIDE_BY_SIDE
+
+    def run(self) -> list[Finding]:
+        """Measure until everything is decided or the time is up.
+
+        Raises:
+            UsageError: ``out`` holds records that are not resumed, or another plan.
+            ContractError: an arm did not even pass its rehearsal.
+        """
+        logs = self.out.parent / f"{self.out.stem}-logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        lines = self._begin(logs)
+        plans = [line for line in lines if isinstance(line, Session)]
+        with Screen(plans, self.console) as screen:
+            return Waves(
+                sessions=plans,
+                arms={role: self.setup.arms(role) for role in self.setup.roles},
+                out=self.out,
+                logs=logs,
+                measure=self.measure,
+                watch=screen,
+                lines=lines,
+                seconds=self.seconds,
+                side_by_side=self.side_by_side,
+            ).run()
+
+    def _begin(self, logs: Path) -> list[Line]:
+        if self.out.exists() and not self.resume:
+            raise UsageError(rejected("out", str(self.out), "a new file, or --resume"))
+        if self.out.exists():
+            mend(self.out)
+            lines = list(read(self.out))
+            if plans := [line for line in lines if isinstance(line, Session)]:
+                check_resumed(plans, self.setup)
+                return lines
+        self.console.print("rehearsing both arms: caches are filled, levels are measured")
+        planned = sessions(self.setup, self._rehearse(logs), self.environment())
+        for session in planned:
+            append(self.out, session)
+        return list(planned)
+
+    def _rehearse(self, logs: Path) -> Levels:
+        """Levels of arm A, of what both arms have; caches on the disk are warm afterwards.
+
+        Raises:
+            ContractError: a trial of it was invalid.
+        """
+        levels: dict[str, dict[tuple[str, str], float]] = {"A": {}, "B": {}}
+        arms = self.setup.arms(self.setup.roles[0])
+        with contextlib.ExitStack() as stack:
+            ready = []
+            for letter, arm in arms.items():
+                server = arm.start(logs / f"rehearsal-{letter}.log")
+                stack.callback(server.stop)
+                ready.append((letter, arm, server))
+            for letter, arm, server in ready:
+                seat = Seat(session="rehearsal", block=0, place=0, arm=letter)
+                for workload in self.setup.workloads:
+                    trial = self.measure(seat, arm, server, workload)
+                    if trial.invalid:
+                        why = "; ".join(trial.invalid)
+                        raise ContractError(f"rehearsal of arm {letter}, {workload.id}: {why}")
+                    levels[letter] |= {(workload.id, m): x for m, x in trial.metrics.items()}
+        return {key: x for key, x in levels["A"].items() if key in levels["B"]}
+
+
+def mend(path: Path) -> None:
+    """Cut off a last line that was not written to its end, so that the next one starts anew."""
+    with path.open("rb+") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
+        os.fsync(file.fileno())

@@ -1,0 +1,124 @@
+"""One workload on one launch: warm up, then flush and measure, as often as asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import requests
+
+from harness.bench.arms import Arm, Server
+from harness.bench.load import Pass, Prompt, drive
+from harness.bench.metrics import metrics
+from harness.bench.probe import Probe
+from harness.bench.record import Trial, Workload
+from harness.errors import SpecgateError
+from harness.evidence.conditions import Conditions
+from harness.serving.client import Client
+from harness.serving.flush import Flushed, flush
+
+WARM_UPS = 2
+PASSES = 3
+MOST_SLEEP_S = 0.1
+"""A planted sleep behind a warm-up that was disturbed must not stall the night."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Where a trial sits in the design: see ``Trial``."""
+
+    session: str
+    block: int
+    place: int
+    arm: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trials:
+    """Makes trials.
+
+    Args:
+        prompts: of a workload.
+        watch: a probe of this machine, for a server.
+        warm_ups, passes: of every workload; every pass is behind a flush of its own.
+        connect, empty: client and flush of a URL.
+    """
+
+    prompts: Callable[[Workload], Sequence[Prompt]]
+    watch: Callable[[Server], Probe] = lambda _: Probe()
+    warm_ups: int = WARM_UPS
+    passes: int = PASSES
+    connect: Callable[[str], Client] = Client
+    empty: Callable[[str], Flushed] = flush
+
+    def run(self, seat: Seat, arm: Arm, server: Server, workload: Workload) -> Trial:
+        """Measure; whatever the server does wrong makes the trial invalid and is its reason."""
+        started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+        measured = _Measured()
+        try:
+            server.wait_ready()
+            self._measure(measured, arm, server, workload)
+        except (SpecgateError, requests.RequestException) as error:
+            measured.wrong.append(f"{type(error).__name__}: {error}"[:500])
+        return Trial(
+            **vars(seat),
+            workload=workload.id,
+            **measured.fields(),
+            started=started,
+            seconds=time.monotonic() - clock,
+        )
+
+    def _measure(self, measured: _Measured, arm: Arm, server: Server, workload: Workload) -> None:
+        prompts = self.prompts(workload)
+
+        def send() -> Pass:
+            return drive(lambda: self.connect(server.url), workload, prompts)
+
+        warm = [send() for _ in range(self.warm_ups)]
+        if arm.slowdown and not arm.slows_itself:
+            step_ms = metrics(warm[-1:]).get("step_time", 0.0)
+            measured.sleep_s = min(arm.slowdown * step_ms / 1e3, MOST_SLEEP_S)
+            self.connect(server.url).slow_down(measured.sleep_s)
+        with self.watch(server) as probe:
+            for _ in range(self.passes):
+                measured.flushes.append(self.empty(server.url))
+                measured.passes.append(send())
+        measured.machine = probe.facts()
+
+
+@dataclass
+class _Measured:
+    """A trial in the making."""
+
+    passes: list[Pass] = field(default_factory=list)
+    flushes: list[Flushed] = field(default_factory=list)
+    machine: dict[str, Any] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    sleep_s: float = 0.0
+
+    def fields(self) -> dict[str, Any]:
+        """Of ``Trial``, as far as measuring gives them."""
+        samples = tuple(sample for one in self.passes for sample in one.samples)
+        failures = tuple(line for one in self.passes for line in one.failures)
+        cached = sum(sample.cached_tokens for sample in samples)
+        conditions = Conditions(
+            **self.machine,
+            failed=len(failures),
+            output_tokens=sum(sample.completion_tokens for sample in samples),
+            cached_tokens=cached,
+            # The pass behind a flush is its proof: the same prompts were cached before it.
+            flushed=bool(self.flushes) and not cached,
+        )
+        return {
+            "metrics": {} if self.wrong else metrics(self.passes),
+            "samples": samples,
+            "conditions": conditions,
+            "mhz": conditions.mhz,
+            "flush_tries": sum(flushed.tries for flushed in self.flushes),
+            "flush_seconds": sum(flushed.seconds for flushed in self.flushes),
+            "invalid": (*self.wrong, *failures[:3]),
+            "slept_s": self.sleep_s,
+        }
