@@ -30,6 +30,7 @@ INTERRUPTED = 2
 HANDED_ON = {
     "bench": ("fixtures.bench", "compare two servers in randomised blocks, to a verdict"),
     "compare": ("harness.bench", "judge a benchmark's records again and print what they show"),
+    "serve": ("harness.embedded", "serve a shipped pair over HTTP"),
 }
 """Verbs that are modules with a command line of their own, which they explain by ``--help``."""
 
@@ -116,7 +117,6 @@ def parser() -> argparse.ArgumentParser:
     wheels.add_argument("--into", metavar="FOLDER")
     for verb, (_, help_text) in HANDED_ON.items():
         verbs.add_parser(verb, help=help_text, add_help=False)
-    verbs.add_parser("serve", add_help=False, help="serve a shipped pair over HTTP")
     return made
 
 
@@ -130,8 +130,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, args = commands.parse_known_args(argv)
     if args[:1] == ["--"]:
         del args[0]
-    if options.verb == "serve":
-        return start("harness.embedded", *args)
     if options.verb in HANDED_ON:
         return start(HANDED_ON[options.verb][0], *args)
     if options.verb == "run":
