@@ -21,7 +21,7 @@ from harness.evidence.ruling import Ruling
 
 FORMAT = 1
 ALARM = 365.0
-"""Of the e-detector: a false alarm in as many nights of a series at most (Shin, Ramdas, Rinaldo)."""
+"""Of the e-detector: at most one false alarm in so many nights (Shin, Ramdas, Rinaldo)."""
 WINDOW = 40
 """Last nights of an epoch in which a change is looked for."""
 LEAST_NIGHTS, LEAST_SIDE = 8, 2
