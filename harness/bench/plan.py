@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from harness.bench.arms import Arm
-from harness.bench.findings import NOISY, Finding
+from harness.bench.findings import NOISY, SLOWED, Finding
 from harness.bench.record import CasePlan, Role, Session, Workload
 from harness.errors import UsageError, rejected
 from harness.evidence.blocks import Design
@@ -89,24 +89,30 @@ def sessions(setup: Setup, levels: Levels, environment: Environment) -> list[Ses
     ]
     if not gated:
         raise UsageError(rejected("measured metrics", sorted(levels), "one of the margins table"))
-    facts = {arm: arm.facts() for role in setup.roles for arm in setup.arms(role).values()}
+    arms = [arm for role in setup.roles for arm in setup.arms(role).values()]
+    facts = {arm.spec: arm.facts() for arm in arms}
     started = datetime.now(UTC).isoformat(timespec="seconds")
     return [
         Session(
             id=role.value,
             role=role,
-            a=facts[setup.arms(role)["A"]],
-            b=facts[setup.arms(role)["B"]],
+            a=facts[setup.arms(role)["A"].spec],
+            b=facts[setup.arms(role)["B"].spec],
             seed=f"{setup.seed}/{role}",
             design=setup.design,
             thresholds=nightly(len(gated)),
             workloads=setup.workloads,
-            cases=tuple(_case(setup, *row, levels) for row in gated),
+            cases=tuple(_case(setup, *row, levels) for row in gated if _asked(role, row[1])),
             started=started,
             environment=environment,
         )
         for role in setup.roles
     ]
+
+
+def _asked(role: Role, margin: Margin) -> bool:
+    """A planted slowdown is asked for where it must show, and nowhere else."""
+    return role is not Role.PLANTED or margin.metric in SLOWED
 
 
 def _case(setup: Setup, workload: Workload, margin: Margin, levels: Levels) -> CasePlan:

@@ -16,6 +16,7 @@ from harness.bench.record import Line, Role, Session, Trial, Workload, append
 from harness.bench.trial import Seat
 from harness.errors import SpecgateError
 from harness.evidence.blocks import toss
+from harness.evidence.ruling import Ruling
 
 SIDE_BY_SIDE = 12
 """Servers that are up at a time."""
@@ -78,11 +79,16 @@ class Waves:
         return found
 
     def _due(self, found: Sequence[Finding]) -> list[tuple[Session, list[Workload]]]:
-        """Sessions with workloads of which something is undecided."""
+        """Sessions with workloads of which something is undecided.
+
+        A planted slowdown that was shown by one metric need not be shown by another.
+        """
         due = []
         for session in self.sessions:
-            here = [f for f in found if f.session.id == session.id and not f.evidence.over]
-            undecided = {f.workload.id for f in here}
+            here = [f for f in found if f.session.id == session.id]
+            undecided = {f.workload.id for f in here if not f.evidence.over}
+            if session.role is Role.PLANTED:
+                undecided -= {f.workload.id for f in here if f.ruling is Ruling.REGRESSED}
             workloads = [w for w in session.workloads if w.id in undecided]
             if workloads:
                 due.append((session, workloads))

@@ -1,0 +1,116 @@
+"""``python -m harness.bench.selfcheck``: is A/A left alone, is a planted slowdown found, every time?
+
+Each run is a benchmark of its own on the embedded server, by the command a user types: an A/A
+session and one whose arm B sleeps 5 % of every step's time. Nothing is shared between blocks, one
+launch is one trial; what makes 40 sessions cheap is a small workload, blocks of two launches, and
+that all launches of a wave start side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from harness.bench.findings import Finding, findings
+from harness.bench.record import Role, read
+from harness.evidence.ruling import Ruling
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKLOAD = "smoke-bs2-in32-out32"
+FLAGGED = (Ruling.REGRESSED, Ruling.IMPROVED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one run showed.
+
+    Args:
+        same: rulings of the A/A session by metric.
+        planted: of the planted session.
+        blocks: the most that a case of either took.
+        seconds: of the whole run.
+    """
+
+    same: dict[str, Ruling]
+    planted: dict[str, Ruling]
+    blocks: int
+    seconds: float
+
+    @property
+    def left_alone(self) -> bool:
+        """Whether A/A was measured and neither blamed nor praised."""
+        return bool(self.same) and not {*self.same.values()} & {*FLAGGED, Ruling.INVALID}
+
+    @property
+    def found(self) -> bool:
+        """Whether the slowdown was blamed."""
+        return Ruling.REGRESSED in self.planted.values()
+
+
+def outcome(found: Sequence[Finding], seconds: float) -> Outcome:
+    """Sum up a run's findings."""
+    by_role = {
+        role: {f.metric: f.ruling for f in found if f.role is role}
+        for role in (Role.SAME, Role.PLANTED)
+    }
+    return Outcome(
+        same=by_role[Role.SAME],
+        planted=by_role[Role.PLANTED],
+        blocks=max((f.evidence.blocks for f in found), default=0),
+        seconds=seconds,
+    )
+
+
+def run(number: int, options: argparse.Namespace) -> Outcome:
+    """One benchmark, by its command; a file that an earlier attempt left is resumed."""
+    out = options.out.absolute() / f"run-{number}.jsonl"
+    started = time.monotonic()
+    words = ("--a", f"embedded:pair={options.pair}", "--sessions", "A/A,planted")
+    how = ("--design", "pairs", "--workloads", WORKLOAD, "--seed", f"selfcheck-{number}")
+    more = ("--passes", str(options.passes), "--planted", str(options.planted))
+    command = [sys.executable, "-m", "harness", "bench", *words, *how, *more]
+    # Its exit code tells of a night without a candidate, which is never believed.
+    subprocess.run([*command, "--out", str(out), "--resume"], cwd=ROOT, check=False)
+    return outcome(findings(read(out)), time.monotonic() - started)
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """One row a run, and the sums."""
+    made = Table("run", "A/A", "planted", "blocks", "seconds", box=None, pad_edge=False)
+    for number, one in enumerate(outcomes):
+        cells = (", ".join(f"{m} {r}" for m, r in side.items()) for side in (one.same, one.planted))
+        made.add_row(str(number), *cells, str(one.blocks), f"{one.seconds:.0f}")
+    alone, found = (sum(o.left_alone for o in outcomes), sum(o.found for o in outcomes))
+    total = sum(one.seconds for one in outcomes)
+    runs = len(outcomes)
+    made.add_row(
+        "all", f"{alone} of {runs} left alone", f"{found} of {runs} found", "", f"{total:.0f}"
+    )
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 if every A/A session was left alone and every planted slowdown found, else 1."""
+    parser = argparse.ArgumentParser(prog="harness.bench.selfcheck", description=__doc__)
+    parser.add_argument("--runs", type=int, default=20, metavar="N")
+    parser.add_argument("--pair", default="gqa", help="of the embedded server")
+    parser.add_argument("--planted", type=float, default=0.05, metavar="PART")
+    parser.add_argument("--passes", type=int, default=8, metavar="N", help="of every trial")
+    parser.add_argument("--out", type=Path, default=Path("report/selfcheck"), metavar="FOLDER")
+    options = parser.parse_args(argv)
+    options.out.mkdir(parents=True, exist_ok=True)
+    outcomes = [run(number, options) for number in range(options.runs)]
+    Console(width=160).print(table(outcomes))
+    return int(not all(one.left_alone and one.found for one in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
