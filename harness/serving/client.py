@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import requests
 from requests.adapters import HTTPAdapter
@@ -12,7 +12,6 @@ from requests.adapters import HTTPAdapter
 from harness.errors import ServerError
 from harness.serving.events import SNIPPET, events
 
-GENERATE = "/generate"
 HEALTH_S = 5.0
 POOL = 256
 """Connections kept open, so that none of as many threads waits or opens one anew."""
@@ -82,6 +81,9 @@ class Client:
         timeout_s: without a byte from the server.
     """
 
+    path: ClassVar[str] = "/generate"
+    flush_path: ClassVar[str] = "/flush_cache"
+
     def __init__(
         self, base_url: str, *, api_key: str | None = None, timeout_s: float = 60.0
     ) -> None:
@@ -113,6 +115,10 @@ class Client:
     def models(self) -> list[str]:
         """Ids of ``/v1/models``."""
         return [model["id"] for model in self._call("GET", "/v1/models").json()["data"]]
+
+    def owner(self) -> str:
+        """What the server is, as its list of models tells: "sglang", "vllm", ..."""
+        return str(self._call("GET", "/v1/models").json()["data"][0].get("owned_by"))
 
     def slow_down(self, seconds: float | None) -> None:
         """Let sglang sleep before every forward, None to stop: a planted slowdown."""
@@ -156,16 +162,16 @@ class Client:
             ServerError: as in ``generate``, or the stream ended before it was done.
         """
         body = _body(list(input_ids), max_new_tokens, ignore_eos) | {"stream": True}
-        with self._call("POST", GENERATE, body, stream=True) as answer:
+        with self._call("POST", self.path, body, stream=True) as answer:
             for at, event in events(answer):
                 yield Chunk(answer=Answer.parse(event), at=at)
 
     def _json(self, body: dict[str, Any]) -> Any:
-        answer = self._call("POST", GENERATE, body)
+        answer = self._call("POST", self.path, body)
         try:
             return answer.json()
         except requests.JSONDecodeError as error:
-            raise ServerError(f"no answer of {GENERATE}: {answer.text[:SNIPPET]}") from error
+            raise ServerError(f"no answer of {self.path}: {answer.text[:SNIPPET]}") from error
 
     def _call(
         self, method: str, path: str, body: Any = None, *, stream: bool = False

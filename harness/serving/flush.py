@@ -22,9 +22,7 @@ from tenacity import (
 from harness.errors import Busy, NotFlushed, ServerError, UsageError, rejected
 from harness.serving.client import Client
 
-FLUSH = "/flush_cache"
-RESET_PREFIX_CACHE = "/reset_prefix_cache"
-"""The same of vLLM, which has it with ``VLLM_SERVER_DEV_MODE=1``."""
+FLUSH = Client.flush_path
 OF_VLLM = {"reset_external": "true"}
 """Tiers outside the device are only emptied on demand; sglang ignores what it does not know."""
 TIMEOUT_S = 60.0

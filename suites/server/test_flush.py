@@ -13,8 +13,9 @@ from fixtures.stub_engine import StubEngine
 from fixtures.stub_server import Reply, StubServer, script
 from harness.errors import Busy, ServerError, UsageError
 from harness.serving import flush as flushing
-from harness.serving.flush import RESET_PREFIX_CACHE, flush, flush_cache_with_retry
+from harness.serving.flush import flush, flush_cache_with_retry
 from harness.serving.launch import free_port
+from harness.serving.vllm import VllmClient
 
 BUSY, DONE = Reply(400, "2 requests run"), Reply(200, "Cache flushed.")
 REFUSALS = (202, 204, 401, 404, 409, 500, 503)
@@ -38,7 +39,7 @@ def test_200_returns_at_once(slept: list[float]) -> None:
 
 def test_a_failure_waits_2_s(slept: list[float]) -> None:
     with StubServer(script(BUSY, Reply(503), DONE)) as server:
-        flush_cache_with_retry(server.url, RESET_PREFIX_CACHE)
+        flush_cache_with_retry(server.url, VllmClient.flush_path)
     assert [asked.path for asked in server.asked] == ["/reset_prefix_cache"] * 3
     assert slept == [2.0, 2.0]
 
@@ -185,6 +186,6 @@ def test_a_second_flush_waits_for_the_pending_one() -> None:
 def test_vllm_that_holds_blocks_is_busy() -> None:
     held = Reply(200, {"success": False})
     with StubServer(script(held, Reply(200, {"success": True}))) as server:
-        assert flush(server.url, endpoint=RESET_PREFIX_CACHE).tries == 2
+        assert flush(server.url, endpoint=VllmClient.flush_path).tries == 2
     assert server.asked[0].path == "/reset_prefix_cache"
     assert server.asked[0].query["reset_external"] == "true"
