@@ -94,8 +94,12 @@ class Night:
         return Ruling.INVALID if self.reasons else worst
 
 
-def findings(lines: Iterable[Line]) -> list[Finding]:
+def findings(lines: Iterable[Line], *, detectable_too: bool = True) -> list[Finding]:
     """Judge every case of every session, in the order of the plans.
+
+    Args:
+        lines: of one file.
+        detectable_too: whether ``mde`` is worked out, which costs more than all the rest.
 
     Raises:
         UsageError: a trial of a session that has no plan, or two plans of one id.
@@ -107,6 +111,8 @@ def findings(lines: Iterable[Line]) -> list[Finding]:
         for session in sessions
         for case in session.cases
     ]
+    if not detectable_too:
+        return found
     noise = {(f.workload.id, f.metric): f for f in found if f.role is Role.SAME}
     return [_with_mde(f, noise.get((f.workload.id, f.metric))) for f in found]
 

@@ -1,4 +1,4 @@
-"""``python -m harness.bench.selfcheck``: is A/A left alone, is a planted slowdown found, every time?
+"""``python -m harness.bench.selfcheck``: is A/A left alone, is a planted slowdown always found?
 
 Each run is a benchmark of its own on the embedded server, by the command a user types: an A/A
 session and one whose arm B sleeps 5 % of every step's time. Nothing is shared between blocks, one

@@ -66,7 +66,7 @@ class Waves:
             What is known then.
         """
         began, longest = time.monotonic(), 0.0
-        found = findings(self.lines)
+        found = findings(self.lines, detectable_too=False)
         while due := self._due(found):
             start = time.monotonic()
             if start - began + longest > self.seconds:
@@ -74,9 +74,9 @@ class Waves:
             for group in self._groups(due):
                 self._wave(group)
             longest = max(longest, time.monotonic() - start)
-            found = findings(self.lines)
+            found = findings(self.lines, detectable_too=False)
             self.watch.wave(found)
-        return found
+        return findings(self.lines)
 
     def _due(self, found: Sequence[Finding]) -> list[tuple[Session, list[Workload]]]:
         """Sessions with workloads of which something is undecided.

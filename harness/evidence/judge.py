@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from harness.evidence.margin import Bounds, Margin
 from harness.evidence.martingale import DEFAULT_SCALE, Array
 from harness.evidence.ruling import Ruling
 
-INVALID_SHARE = 1 / 3
+INVALID_SHARE = Fraction(1, 3)
 """Largest part of the blocks that may be invalid."""
 
 
