@@ -51,7 +51,7 @@ def nightly(config: Config, options: argparse.Namespace) -> int:
         wrong.append("no GPU here: launching kernels needs one, --dry-run does not")
     for line in wrong:
         print(f"nightly: {line}", file=sys.stderr)
-    codes = {} if wrong or options.dry_run else run.run_stages(night)
+    codes = {} if wrong or options.dry_run else run.run_stages(night, options.report)
     told = [*run.lines(codes), *left_over(config, here, options.report, night, codes)]
     print(*told, sep="\n")
     if wrong or options.dry_run:

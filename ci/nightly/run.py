@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ci.bench import outputs
 from ci.nightly.checks import ROOT
-from ci.nightly.stages import Stage
+from ci.nightly.stages import BENCH, Stage
 from harness.record import Record, read_records
 
 SUMMARY = "GITHUB_STEP_SUMMARY"
@@ -17,8 +17,15 @@ SKIPPED = -1
 """In place of an exit code: a stage that it needs did not succeed."""
 
 
-def run_stages(night: Sequence[Stage]) -> dict[str, int]:
-    """Exit code of every stage, in order; one that fails stops those alone that need it."""
+def run_stages(night: Sequence[Stage], folder: Path) -> dict[str, int]:
+    """Exit code of every stage, in order; one that fails stops those alone that need it.
+
+    Args:
+        night: what is started.
+        folder: of the reports; made where missing, an older night's benchmark in it is removed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / BENCH).unlink(missing_ok=True)
     codes: dict[str, int] = {}
     for stage in night:
         if any(codes.get(name) != 0 for name in stage.needs):
@@ -47,7 +54,7 @@ def publish(folder: Path, history: Path, notes: Iterable[str]) -> bool:
     Returns:
         Whether there was a benchmark and it is not red.
     """
-    bench, told = folder / "bench.jsonl", list(notes)
+    bench, told = folder / BENCH, list(notes)
     if bench.is_file():
         written = outputs.write(bench, folder, history, notes=told)
         green, text = not written.is_red, written.summary

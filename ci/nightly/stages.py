@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from ci.nightly.machine import Machine
 from harness.errors import UsageError, rejected
 
 DIFFERENTIAL = ("suites/differential", "suites/graphs", "suites/speculative", "suites/contract")
+BENCH = "bench.jsonl"
 PIN = re.compile(r"[A-Za-z0-9][\w.-]*(==[\w.+!-]+)?")
 
 
@@ -81,16 +82,17 @@ def plan(
     Raises:
         UsageError: a pin is neither a requirement nor a Python.
     """
-    out = report.absolute()
-    arms = [Arm(pin, ROOT / ".tox" / "pins") for pin in (reference, candidate)]
-    installs = [*arms[0].stages("reference"), *arms[1].stages("candidate")]
+    out, bench = report.absolute(), config["bench"]
+    pins = {"reference": reference, "candidate": candidate}
+    arms = {name: Arm(pin, ROOT / ".tox" / "pins") for name, pin in pins.items()}
+    installs = [stage for name, arm in arms.items() for stage in arm.stages(name)]
     needs = tuple(stage.name for stage in installs if stage.needs)
     return [
         Stage("differential", module("harness", "gpu", "--report", str(out), *DIFFERENTIAL)),
-        Stage("server", module("pytest", "suites/server", "-n0", f"--junitxml={out}/server.xml")),
+        Stage("server", _server(machine, bench, out)),
         Stage("latency", module("harness", "latency", f"--junitxml={out}/latency.xml")),
         *installs,
-        Stage("bench", _bench(machine, config["bench"], out, arms), needs),
+        Stage("bench", _bench(machine, bench, out, arms), needs),
     ]
 
 
@@ -99,12 +101,27 @@ def module(name: str, *args: str) -> tuple[str, ...]:
     return (sys.executable, "-m", name, *args)
 
 
+def _server(machine: Machine, config: dict[str, Any], out: Path) -> tuple[str, ...]:
+    """The installed sglang where there is one, the embedded server otherwise."""
+    chosen: tuple[str, ...] = ("--server", "embedded")
+    if find_spec("sglang"):
+        backend = str(machine.row["attention_backend"])
+        chosen = (
+            "--server",
+            "sglang",
+            "--server-pair",
+            config["pair"],
+            "--server-backend",
+            backend,
+        )
+    return module("pytest", "suites/server", "-n0", *chosen, f"--junitxml={out}/server.xml")
+
+
 def _bench(
-    machine: Machine, config: dict[str, Any], out: Path, arms: Sequence[Arm]
+    machine: Machine, config: dict[str, Any], out: Path, arms: dict[str, Arm]
 ) -> tuple[str, ...]:
-    models = [f"{side}={ROOT / config[side]}" for side in ("target", "draft")]
-    common = ",".join((f"backend={machine.row['attention_backend']}", *models))
-    specs = [f"sglang:{common},python={arm.python}" for arm in arms]
+    common = f"sglang:pair={config['pair']},backend={machine.row['attention_backend']}"
+    a, b = (f"{common},name={name},python={arm.python}" for name, arm in arms.items())
     limits = ("--sessions", config["sessions"], "--seconds", str(config["seconds"]))
-    sides = ("--a", specs[0], "--b", specs[1], "--out", str(out / "bench.jsonl"))
+    sides = ("--a", a, "--b", b, "--out", str(out / BENCH))
     return module("harness", "bench", *sides, *limits)

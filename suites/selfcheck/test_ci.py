@@ -51,7 +51,7 @@ def pins(*names: str) -> dict[str, str]:
     files = [(ROOT / "ci" / name).read_text(encoding="utf-8").splitlines() for name in names]
     found = [line.lower() for lines in files for line in lines if not line.startswith("#")]
     assert len({line.partition("==")[0].replace("_", "-") for line in found}) == len(found)
-    return dict(line.split("==") for line in found)
+    return dict(line.replace("_", "-").split("==") for line in found)
 
 
 @pytest.mark.parametrize(("stack", "extras"), [("cpu", ("test", "lint")), ("gpu", ("test", "gpu"))])

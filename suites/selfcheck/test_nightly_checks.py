@@ -1,0 +1,69 @@
+"""What a night needs is checked before a kernel runs, and what was not asked is no success."""
+
+from __future__ import annotations
+
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci.nightly import checks
+from ci.nightly.checks import Check
+
+
+def junit(text: str) -> Any:
+    def started(module: str, *args: str) -> subprocess.CompletedProcess[str]:
+        [path] = [word.partition("=")[2] for word in args if word.startswith("--junitxml=")]
+        Path(path).write_text(f"<testsuites><testsuite {text}/></testsuites>")
+        return subprocess.CompletedProcess([], 0, "", "")
+
+    return started
+
+
+@pytest.mark.parametrize(
+    ("counts", "holds", "said"),
+    [
+        ((16, 0, 0, 0), True, "16 tests passed, 0 failed"),
+        ((16, 1, 1, 0), False, "14 tests passed, 2 failed"),
+        ((16, 0, 0, 9), None, "7 tests passed, 0 failed; 9 skipped, because a kernel package"),
+        ((16, 1, 0, 9), False, "6 tests passed, 1 failed; 9 skipped"),
+        ((0, 0, 0, 0), False, "0 tests passed"),
+    ],
+)
+def test_signatures_that_were_not_asked_are_no_success(
+    monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...], holds: bool | None, said: str
+) -> None:
+    names = ("tests", "failures", "errors", "skipped")
+    text = " ".join(f'{name}="{count}"' for name, count in zip(names, counts, strict=True))
+    monkeypatch.setattr(checks, "started", junit(text))
+    found = checks.signatures()
+    assert found.holds is holds
+    assert found.said.startswith(said)
+
+
+def test_pytest_that_leaves_no_report_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "started", lambda *_: None)
+    assert checks.signatures() == Check("provider signatures", False, "pytest left no report")
+
+
+def test_packages_are_held_to_their_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    pins = dict(checks.pinned("constraints.txt", "constraints-gpu.txt"))
+    assert pins["flashinfer-python"] == "0.6.12"
+    found = pins | {"rich": "0.1", "torch": f"{pins['torch']}+cu130"}
+    monkeypatch.setattr(checks, "version", lambda name: found[name])
+    wrong = checks.packages(("test", "gpu"), "gpu")
+    assert wrong.said == f"rich {pins['rich']} is pinned, 0.1 is installed"
+    assert wrong.holds is False
+    found["rich"] = pins["rich"]
+    assert checks.packages(("test", "gpu"), "gpu").holds is True
+    monkeypatch.setattr(checks, "version", lambda name: version("no-such-package"))
+    assert "torch 2.11.0 is pinned, none is installed" in checks.packages(("gpu",), "gpu").said
+
+
+def test_disk_is_that_of_a_folder_to_be_made(tmp_path: Path) -> None:
+    deep = tmp_path / "not" / "yet"
+    assert checks.disk(deep, 0.0).holds is True
+    assert checks.disk(deep, 1e9).holds is False
+    assert not deep.parent.exists()
