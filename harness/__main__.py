@@ -60,7 +60,7 @@ def run(report: Path, args: Sequence[str]) -> int:
     spread = ("-n", "auto", "--maxprocesses", "8", "--workers-per-gpu", str(WORKERS_PER_GPU))
     where = ("--device", "auto", "--report", str(folder))
     code = start("pytest", *DIFFERENTIAL, *spread, *where, *args)
-    return next(filter(None, [code, *_judge(folder, code)]), 0)
+    return next(filter(None, [code, *_judge(folder, code, args)]), 0)
 
 
 def gpu(report: Path, workers: int, args: Sequence[str]) -> int:
@@ -82,16 +82,20 @@ def gpu(report: Path, workers: int, args: Sequence[str]) -> int:
     code = start("pytest", *suites, *spread, *where, *args)
     timed = not args and code in LEFT_RECORDS and code != INTERRUPTED
     codes = [code, start("pytest", *LATENCY, *CUDA) if timed else 0]
-    return next(filter(None, [*codes, *_judge(folder, code)]), 0)
+    return next(filter(None, [*codes, *_judge(folder, code, args)]), 0)
 
 
-def _judge(folder: Path, code: int) -> list[int]:
-    """Exit codes of the report and the gate, none where pytest's tells that nothing ran."""
+def _judge(folder: Path, code: int, args: Sequence[str]) -> list[int]:
+    """Exit codes of the report and the gate, none where pytest's tells that nothing ran.
+
+    The gate asks for a whole run, so a shard is reported alone and gated with the others.
+    """
     if code not in LEFT_RECORDS:
         return []
     records = str(folder / "records.jsonl")
-    page = ("--out", str(folder / "index.html"))
-    return [start("ci.report", records, *page), start("ci.gate", records)]
+    reported = start("ci.report", records, "--out", str(folder / "index.html"))
+    is_shard = any(word.partition("=")[0] == "--shard" for word in args)
+    return [reported] if is_shard else [reported, start("ci.gate", records)]
 
 
 def parser() -> argparse.ArgumentParser:

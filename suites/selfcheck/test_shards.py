@@ -9,6 +9,7 @@ import pytest
 from ci import gate, report
 from fixtures.shards import Shard
 from fixtures.trials import trial
+from harness import __main__ as cli
 from harness.errors import UsageError
 from harness.record import read_records, write_records
 
@@ -104,3 +105,15 @@ def test_report_reads_several_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert report.main([*map(str, files), "--out", str(tmp_path / "page.html")]) == 0
     assert "planned 2 = run 2" in capsys.readouterr().out
     assert "2 trials, 0 problems" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize("verb", ["run", "gpu"])
+@pytest.mark.parametrize("shard", [["--shard", "2/3"], ["--shard=2/3"]])
+def test_a_part_is_reported_and_left_to_the_gate_of_all(
+    monkeypatch: pytest.MonkeyPatch, verb: str, shard: list[str]
+) -> None:
+    calls: list[tuple[str, ...]] = []
+    monkeypatch.setattr(cli, "start", lambda *words: calls.append(words) or 0)
+    assert cli.main([verb, *shard]) == 0
+    assert [call[0] for call in calls] == ["pytest", "ci.report"]
+    assert calls[0][-len(shard) :] == tuple(shard)
