@@ -63,8 +63,7 @@ def flush_cache_with_retry(url: str, endpoint: str = FLUSH, max_retries: int = 3
         answer = requests.post(url + endpoint, timeout=TIMEOUT_S)
         if answer.status_code == requests.codes.ok:
             return
-    answer.raise_for_status()
-    # No error status is not yet a flush: 202 only promises one.
+    # Of any status: 202 is no error, but only promises a flush.
     raise requests.HTTPError(f"{url}{endpoint}: {answer.status_code}", response=answer)
 
 

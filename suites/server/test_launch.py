@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -65,7 +66,10 @@ def test_nothing_outlives_a_server(log: Path) -> None:
         family = psutil.Process(running.pid).children(recursive=True)
         assert set(found) <= {process.pid for process in family}
         assert "home here" in log.read_text()
+        assert eventually(lambda: log.read_text().splitlines().count("up") == 2)
+        assert os.getsid(running.pid) != os.getsid(0), "a terminal's Ctrl-C must not reach it"
     assert alive(found) == []
+    assert log.read_text().count("asked") == 2, "its children may put things in order"
     assert not running.alive
     running.stop()
 

@@ -1,0 +1,37 @@
+"""A flush of a server that computes is believed only once it is proven."""
+
+from __future__ import annotations
+
+import pytest
+
+from fixtures.servers import Served
+from harness.errors import NotFlushed
+from harness.serving.flush import flush_cache_with_retry, prove_flushed
+
+PROMPT = [7 + 13 * place % 1900 for place in range(70)]
+
+
+def test_a_warm_cache_is_flushed(server: Served) -> None:
+    server.flush()
+    cold = server.client.generate(PROMPT, 5)
+    warm = server.client.generate(PROMPT, 5)
+    assert cold.cached_tokens == 0
+    assert 0 < warm.cached_tokens < len(PROMPT)
+    assert warm.output_ids == cold.output_ids
+    with pytest.raises(NotFlushed):
+        prove_flushed(server.client, PROMPT)
+    server.flush()
+    prove_flushed(server.client, PROMPT)
+    flush_cache_with_retry(server.url, server.client.flush_path)
+    assert server.client.generate(PROMPT, 5) == cold
+
+
+def test_chunks_add_up(server: Served) -> None:
+    server.flush()
+    *_, last = chunks = list(server.client.stream(PROMPT, 12))
+    server.flush()
+    assert last.answer == server.client.generate(PROMPT, 12)
+    assert [chunk.at for chunk in chunks] == sorted(chunk.at for chunk in chunks)
+    lengths = [len(chunk.answer.output_ids) for chunk in chunks]
+    assert lengths == sorted(set(lengths)), "every chunk brings tokens"
+    assert lengths[-1] == last.answer.completion_tokens == 12
