@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ import psutil
 from harness.bench.gpu import Reading
 
 PERIOD_S = 0.1
+NICENESS = -10
 
 
 class Gpu(Protocol):
@@ -106,13 +108,7 @@ def _spent(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def rise(levels: int = 10) -> int:
-    """Raise this process's priority, and so that of the servers it starts, where that is allowed.
-
-    Returns:
-        The niceness it has now.
-    """
-    try:
-        return os.nice(-levels)
-    except OSError:
-        return os.nice(0)
+def rise() -> None:
+    """Raise this process's priority, and so that of what it starts, where that is allowed."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -78,15 +79,28 @@ class Trials:
             return drive(lambda: self.connect(server.url), workload, prompts)
 
         warm = [send() for _ in range(self.warm_ups)]
-        if arm.slowdown and not arm.slows_itself:
-            step_ms = metrics(warm[-1:]).get("step_time", 0.0)
-            measured.sleep_s = min(arm.slowdown * step_ms / 1e3, MOST_SLEEP_S)
-            self.connect(server.url).slow_down(measured.sleep_s)
-        with self.watch(server) as probe:
+        with self._slowed(measured, arm, server, warm), self.watch(server) as probe:
             for _ in range(self.passes):
                 measured.flushes.append(self.empty(server.url))
                 measured.passes.append(send())
         measured.machine = probe.facts()
+
+    @contextmanager
+    def _slowed(
+        self, measured: _Measured, arm: Arm, server: Server, warm: Sequence[Pass]
+    ) -> Iterator[None]:
+        """Plant the arm's slowdown in a server that does not slow itself, and take it out again."""
+        if not arm.slowdown or arm.slows_itself:
+            yield
+            return
+        step_ms = metrics(warm[-1:]).get("step_time", 0.0)
+        measured.sleep_s = min(arm.slowdown * step_ms / 1e3, MOST_SLEEP_S)
+        client = self.connect(server.url)
+        client.slow_down(measured.sleep_s)
+        try:
+            yield
+        finally:
+            client.slow_down(None)
 
 
 @dataclass

@@ -16,9 +16,9 @@ class Design(StrEnum):
     """Orders that the coin chooses between: tails and heads."""
 
     PAIRS = "AB/BA"
-    """For servers: one launch an arm."""
+    """One run an arm: half the launches."""
     QUADS = "ABBA/BAAB"
-    """For kernels: two short runs an arm, which a linear drift cannot tell apart."""
+    """Two runs an arm, which a linear drift cannot tell apart."""
 
     @property
     def orders(self) -> tuple[str, str]:

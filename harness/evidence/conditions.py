@@ -23,7 +23,7 @@ class Conditions:
         celsius: GPU temperature.
         machine: driver, VBIOS, MIG and ECC state, as one line.
         pcie_full: whether the link has its full width.
-        load: host load average / cores.
+        load: part of the host's cores that others kept busy.
         as_pinned: whether the wheels' hashes are the arm's own.
         failed: requests that did not end well.
         output_tokens: of all requests.
@@ -63,7 +63,7 @@ CHECKS: tuple[tuple[str, Callable[[Sequence[Any]], bool], str], ...] = (
     ("celsius", lambda seen: max(seen) - min(seen) <= WARMING_C, "within 8 °C"),
     ("machine", _one, "one driver, VBIOS, MIG and ECC state"),
     ("pcie_full", all, "full PCIe width"),
-    ("load", lambda seen: max(seen) < 0.5, "host load under half the cores"),
+    ("load", lambda seen: max(seen) < 0.5, "others under half the cores"),
     ("as_pinned", all, "wheel hashes as pinned"),
     ("failed", lambda seen: not any(seen), "every request ends well"),
     ("output_tokens", _one, "as many output tokens in every trial"),

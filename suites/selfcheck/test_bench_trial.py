@@ -14,7 +14,7 @@ from harness.bench.probe import Probe
 from harness.bench.prompts import prompts
 from harness.bench.record import Sample, Workload
 from harness.bench.trial import Seat, Trials
-from harness.errors import ContractError, ServerError, UsageError
+from harness.errors import Busy, ContractError, ServerError, UsageError
 from harness.serving.client import Answer, Chunk
 from harness.serving.flush import Flushed
 
@@ -171,7 +171,17 @@ def test_a_server_that_does_not_slow_itself_is_asked_to_sleep_behind_the_warm_up
     assert [entry[0] for entry in log].index("slow_down") == 6
     # A step takes at least 5 ms: 10 ms of decoding over two steps.
     assert 0.05 * 0.005 <= trial.slept_s <= 0.1
-    assert ("slow_down", trial.slept_s) in log
+    asked = [entry[1] for entry in log if entry[0] == "slow_down"]
+    assert asked == [trial.slept_s, None]
+    assert log[-1] == ("slow_down", None)  # an attached server is arm A as well
+
+
+def test_a_planted_sleep_is_taken_out_when_the_trial_breaks():
+    log = []
+    made = replace(trials(log), empty=lambda _: (_ for _ in ()).throw(Busy("400")))
+    trial = made.run(SEAT, parse("url:http://server").planted(0.05), Server(), LOOP)
+    assert trial.invalid == ("Busy: 400",)
+    assert log[-1] == ("slow_down", None)
 
 
 def test_cached_tokens_behind_a_flush_refute_it():
@@ -271,3 +281,17 @@ def test_a_machine_without_nvml_has_no_gpu(monkeypatch):
 
     monkeypatch.setattr(gpu.pynvml, "nvmlInit", absent)
     assert gpu.first() is None
+
+
+@pytest.mark.parametrize("fault", [None, PermissionError])
+def test_priority_is_raised_where_that_is_allowed(monkeypatch, fault):
+    asked = []
+
+    def set_priority(*args):
+        asked.append(args)
+        if fault:
+            raise fault
+
+    monkeypatch.setattr(probe.os, "setpriority", set_priority)
+    probe.rise()
+    assert asked == [(probe.os.PRIO_PROCESS, 0, -10)]
