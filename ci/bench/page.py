@@ -49,15 +49,16 @@ def page(book: Book, series: Mapping[tuple[str, str], Series]) -> str:
 
 def figures(book: Book, series: Mapping[tuple[str, str], Series]) -> Sequence[Figure]:
     """Every plot that there is data for, in the order of the page."""
-    measured = [row for row in book.rows if row.evidence.blocks]
-    judged = [row for row in measured if not row.is_control]
+    judged = [row for row in book.judged if row.evidence.blocks]
+    controls = [row for row in book.rows if row.is_control and row.evidence.blocks]
     shifted = [row for s in book.sessions for row in _shifts(book, s.id)]
-    steps = requests.halves(judged)
+    steps, facts = requests.halves(judged), requests.conditions(book.trials)
     drawn: tuple[tuple[str, str, str, Any, Callable[[Any], Any]], ...] = (
-        ("forest", "Slowdown of every case", FOREST, measured, plots.forest),
+        ("forest", "Slowdown of every case", FOREST, [*judged, *controls], plots.forest),
         ("waterfall", "Which half of TPOT moved", WATERFALL, steps, requests.waterfall),
         ("evidence", "Evidence, block by block", EVIDENCE, judged, plots.evidence),
         ("slopes", "Blocks in the order they ran", SLOPES, judged, plots.slopes),
+        ("machine", "What the machine did meanwhile", MACHINE, facts, requests.conditions_plot),
         ("shift", "Which requests moved", SHIFT, shifted, requests.shift_plot),
         ("history", "Nights", HISTORY, series, nights.history),
         ("heat", "Cases on kinds of machines", HEAT, series, nights.heat_map),
@@ -77,7 +78,8 @@ def _shifts(book: Book, session: str) -> list[dict[str, Any]]:
 FOREST = (
     "Point: estimate (Hodges–Lehmann). Line: 95 % interval that holds at every look. Band: from "
     "δ0, up to which an effect counts as none, to δ1, which must not be cleared. Upright tick: the "
-    "least slowdown that this night's noise would have shown (MDE)."
+    "least slowdown that this night's noise would have shown (MDE). A pale line has no end: fewer "
+    "than six blocks bound nothing."
 )
 WATERFALL = (
     "Step time and accept length add up to TPOT. The first is the kernels and the host, the second "
@@ -88,6 +90,10 @@ EVIDENCE = (
     "every block: all looks together reach the upper line falsely with its stated probability."
 )
 SLOPES = "Both arms of a block are joined, in the order the coin gave them. Pale: a dropped block."
+MACHINE = (
+    "Clock, temperature and load of every trial of every session. Where an arm stands apart, its "
+    "times do not compare."
+)
 SHIFT = (
     "Change of every decile of the requests from A to B: the median over the blocks, and the range "
     "of the blocks behind it. A level line moved everything alike; one that rises moved the slow "

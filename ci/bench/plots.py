@@ -40,6 +40,7 @@ def forest(rows: Sequence[Row]) -> Any:
             "delta1": math.expm1(row.bounds.delta1),
             "mde": None if row.finding.mde is None else _bent(row.finding.mde, reach),
             "verdict": str(row.ruling),
+            "bounded": all(map(math.isfinite, row.interval)),
         }
         for row in rows
     ]
@@ -51,7 +52,12 @@ def forest(rows: Sequence[Row]) -> Any:
         x2="delta1:Q",
     )
     colour = rulings()
-    interval = base.mark_rule(strokeWidth=2).encode(x="low:Q", x2="high:Q", color=colour["color"])
+    interval = base.mark_rule(strokeWidth=2).encode(
+        x="low:Q",
+        x2="high:Q",
+        color=colour["color"],
+        opacity=alt.condition("datum.bounded", alt.value(1), alt.value(0.2)),
+    )
     point = base.mark_point(filled=True, size=90, opacity=1).encode(x="cost:Q", **colour)
     mde = base.mark_tick(thickness=2, size=ROW - 8, color="currentColor").encode(x="mde:Q")
     zero = alt.Chart(values([{"x": 0}])).mark_rule(opacity=0.5).encode(x="x:Q")

@@ -10,7 +10,16 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from ci.bench.drawing import BETTER, COLUMNS, PANEL, WORSE, percent_axis, values
+from ci.bench.drawing import (
+    ARM_A,
+    ARM_B,
+    BETTER,
+    COLUMNS,
+    PANEL,
+    WORSE,
+    percent_axis,
+    values,
+)
 from ci.bench.row import Row
 from harness.bench.record import Sample, Session, Trial
 from harness.evidence.decomposition import decompose
@@ -91,6 +100,36 @@ def shift_plot(rows: Sequence[dict[str, Any]]) -> Any:
     zero = alt.Chart().mark_rule(color="currentColor", opacity=0.5).encode(y=alt.datum(0))
     layered = alt.layer(band, zero, line, data=values(rows)).properties(width=PANEL, height=120)
     return layered.facet(facet=alt.Facet("panel:N", title=None, sort=None), columns=COLUMNS)
+
+
+FACTS = (("mhz", "SM clock, MHz"), ("celsius", "GPU, °C"), ("load", "host load / cores"))
+
+
+def conditions(trials: Iterable[Trial]) -> list[dict[str, Any]]:
+    """What the machine did during every trial, in run order; facts that nobody asked are absent."""
+    return [
+        {"fact": title, "trial": place, "arm": trial.arm, "value": value}
+        for place, trial in enumerate(trials, start=1)
+        for name, title in FACTS
+        if (value := getattr(trial.conditions, name)) is not None
+    ]
+
+
+def conditions_plot(rows: Sequence[dict[str, Any]]) -> Any:
+    """A panel a fact: its value in every trial of the night, both arms in the order they ran."""
+    arms = alt.Scale(domain=["A", "B"], range=[ARM_A, ARM_B])
+    point = (
+        alt.Chart(values(rows))
+        .mark_point(filled=True, size=30, opacity=0.9)
+        .encode(
+            x=alt.X("trial:Q", title="trials, in run order", axis=alt.Axis(tickMinStep=1)),
+            y=alt.Y("value:Q", title=None, scale=alt.Scale(zero=False)),
+            color=alt.Color("arm:N", title="arm", scale=arms, legend=alt.Legend(orient="top")),
+        )
+        .properties(width=PANEL, height=110)
+    )
+    facet = alt.Facet("fact:N", title=None, sort=None)
+    return point.facet(facet=facet, columns=COLUMNS).resolve_scale(y="independent")
 
 
 def halves(rows: Sequence[Row]) -> list[dict[str, Any]]:

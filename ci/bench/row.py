@@ -80,7 +80,8 @@ class Row:
     @property
     def label(self) -> str:
         """Its name among several sessions."""
-        return f"{self.session.id}: {self.case}"
+        usual = self.session.id == Role.CANDIDATE
+        return self.case if usual else f"{self.session.id}: {self.case}"
 
     @property
     def sku(self) -> str:

@@ -250,6 +250,16 @@ def test_shift_of_every_decile_is_the_planted_one() -> None:
         assert [row[key] for key in ("low", "shift", "high")] == pytest.approx([planted] * 3)
 
 
+def test_conditions_are_told_in_run_order(moved: Book) -> None:
+    rows = [row for row in requests.conditions(moved.trials) if row["fact"] == "GPU, °C"]
+    assert [row["value"] for row in rows[:4]] == [60.0, 60.0, 61.0, 61.0]
+    assert [row["arm"] for row in rows] == [trial.arm for trial in moved.trials]
+    assert {row["fact"] for row in requests.conditions(moved.trials)} == {
+        "GPU, °C",
+        "host load / cores",
+    }
+
+
 def test_a_block_with_a_failed_trial_shifts_nothing() -> None:
     lines = list(benched.night({"ttft": 0.1}, noise=0.0, blocks=2, invalid=(0, 1)))
     session = next(one for one in lines if isinstance(one, Session) and one.role is Role.CANDIDATE)
@@ -275,7 +285,7 @@ def test_waterfall_adds_up_to_tpot() -> None:
 
 def test_page_is_one_offline_document_with_every_plot(moved: Book) -> None:
     text = page.page(moved, all_series(moved.entries()))
-    names = ["forest", "waterfall", "evidence", "slopes", "shift", "history", "heat"]
+    names = ["forest", "waterfall", "evidence", "slopes", "machine", "shift", "history", "heat"]
     assert re.findall(r'<section id="(\w+)"', text) == [*names, "numbers"]
     assert text.count("<svg ") == len(names)
     assert "<script" not in text
