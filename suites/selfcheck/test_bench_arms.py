@@ -1,6 +1,7 @@
 """Every arm is one word, every mistake is named, and a file alone says what a benchmark showed."""
 
 import io
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -246,6 +247,46 @@ def test_a_selfcheck_counts_what_was_left_alone_and_what_was_found(tmp_path):
     Console(file=text, width=160).print(selfcheck.table([good, swapped]))
     assert "1 of 2 left alone" in text.getvalue()
     assert "1 of 2 found" in text.getvalue()
+
+
+@pytest.mark.parametrize(("ratio", "code"), [(1.0, 1), (1.05, 0)])
+def test_a_selfcheck_runs_the_command_a_user_types(tmp_path, monkeypatch, capsys, ratio, code):
+    commands = []
+
+    def bench_run(command, **_):
+        commands.append(command)
+        out = Path(command[command.index("--out") + 1])
+        same, planted = tmp_path / "same", tmp_path / "planted"
+        for path, slower, role, name in (
+            (same, 1.0, Role.SAME, "x"),
+            (planted, ratio, Role.PLANTED, "y"),
+        ):
+            _records(path, ratio=slower, role=role)
+            out.write_text(
+                (out.read_text() if out.exists() else "")
+                + path.read_text().replace('"s"', f'"{name}"')
+            )
+            path.unlink()
+
+    monkeypatch.setattr(selfcheck.subprocess, "run", bench_run)
+    assert selfcheck.main(["--runs", "2", "--out", str(tmp_path / "out")]) == code
+    assert [command[1:4] for command in commands] == [["-m", "harness", "bench"]] * 2
+    assert "--resume" in commands[0]
+    seeds = [command[command.index("--seed") + 1] for command in commands]
+    assert seeds == ["selfcheck-0", "selfcheck-1"]
+    assert "2 of 2 left alone" in capsys.readouterr().out
+
+
+def test_lines_that_are_no_records_are_named(tmp_path):
+    path = tmp_path / "bench.jsonl"
+    _, trial = _records(path, blocks=1)
+    whole = path.read_text()
+    for line in ("{}", '{"format":1,"kind":"x"}', '{"format":1,"kind":"trial"}', "[]", "nothing"):
+        path.write_text(f"{whole}{line}\n")
+        with pytest.raises(UsageError, match=r"bench\.jsonl:4: "):
+            list(compare.read(path))
+    path.write_text(whole + '{"format":1')
+    assert list(compare.read(path))[-1] == trial
 
 
 def test_nvml_is_read(monkeypatch):
