@@ -90,8 +90,8 @@ class Running:
         """
         if self._guard is None:
             return
-        if self._guard.stdin:
-            self._guard.stdin.close()
+        assert self._guard.stdin
+        self._guard.stdin.close()
         try:
             self._guard.wait(STOP_S)
         except subprocess.TimeoutExpired as error:
