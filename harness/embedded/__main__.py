@@ -12,6 +12,7 @@ from pathlib import Path
 MODELS = Path(__file__).resolve().parents[2] / "fixtures" / "models"
 CONTEXT_LENGTH = 512
 KEEP_ALIVE_S = 30
+BACKLOG = 1024
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,7 +72,7 @@ async def _serve(options: object, host: str, port: int, api_key: str | None) -> 
     assert isinstance(options, Options)
     supervisor = Supervisor(options)
     app = create_app(supervisor, api_key=api_key, start=supervisor.start, stop=supervisor.stop)
-    listener = socket.create_server((host, port), backlog=1024)
+    listener = _listen(host, port)
     bound = listener.getsockname()[1]
     config = uvicorn.Config(
         app, log_level="warning", timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=5
@@ -83,6 +84,16 @@ async def _serve(options: object, host: str, port: int, api_key: str | None) -> 
     if not serving.done():
         print(f"serving http://{host}:{bound}", flush=True)
     await serving
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    # asyncio turns Nagle's algorithm off only where the protocol is named; with it, an answer
+    # waits 40 ms for an acknowledgement.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    listener.listen(BACKLOG)
+    return listener
 
 
 if __name__ == "__main__":

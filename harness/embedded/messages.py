@@ -44,12 +44,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Submit:
-    """Queue a prompt."""
+    """Queue a prompt; with ``stream`` every step is told, without it the end."""
 
     rid: str
     input_ids: tuple[int, ...]
     max_new_tokens: int
     ignore_eos: bool
+    stream: bool
 
 
 @dataclass(frozen=True)

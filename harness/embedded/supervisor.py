@@ -94,7 +94,13 @@ class Supervisor:
         await asyncio.to_thread(self._process.join, STOP_S)
 
     async def generate(
-        self, rid: str, input_ids: Sequence[int], max_new_tokens: int, *, ignore_eos: bool
+        self,
+        rid: str,
+        input_ids: Sequence[int],
+        max_new_tokens: int,
+        *,
+        ignore_eos: bool,
+        stream: bool,
     ) -> AsyncGenerator[Progress, None]:
         """As ``Service`` says."""
         self._require_ready()
@@ -104,7 +110,7 @@ class Supervisor:
             raise Overloaded(f"{MOST_REQUESTS} requests are being served already")
         queue = self._requests[rid] = asyncio.Queue()
         try:
-            self._send(Submit(rid, tuple(input_ids), max_new_tokens, ignore_eos))
+            self._send(Submit(rid, tuple(input_ids), max_new_tokens, ignore_eos, stream))
             while True:
                 found = await queue.get()
                 if isinstance(found, Exception):

@@ -46,9 +46,11 @@ class Worker:
     def __init__(self, pipe: Connection, options: Options) -> None:
         self._pipe, self._slowdown = pipe, options.slowdown
         self._speculates = options.spec != "none"
-        self._engine, self._vocabulary, self._eos = _build(options)
+        self._engine, self._vocabulary, self._eos = build(options)
         self._requests: dict[str, Request] = {}
         self._told: dict[str, int] = {}
+        self._begun: dict[str, float] = {}
+        self._streams: set[str] = set()
 
     @torch.inference_mode()
     def serve(self) -> None:
@@ -72,9 +74,10 @@ class Worker:
             self._report(rid)
 
     def _report(self, rid: str) -> None:
-        request, told = self._requests[rid], self._told[rid]
+        request = self._requests[rid]
         generation = request.generation
-        if len(generation.token_ids) == told and not request.finished:
+        news = rid in self._streams and len(generation.token_ids) > self._told[rid]
+        if not (news or request.finished):
             return
         reason = ""
         if request.finished:
@@ -82,7 +85,7 @@ class Worker:
             reason = "length" if length else "stop"
         self._tell(rid, request, reason)
         if reason:
-            del self._requests[rid], self._told[rid]
+            self._forget(rid)
 
     def _tell(self, rid: str, request: Request, reason: str) -> None:
         generation = request.generation
@@ -90,10 +93,15 @@ class Worker:
             new_ids=tuple(generation.token_ids[self._told[rid] :]),
             cached_tokens=generation.cached_tokens,
             spec_verify_ct=generation.spec_verify_ct if self._speculates else 0,
+            engine_s=time.perf_counter() - self._begun[rid],
             finish_reason=reason,
         )
         self._told[rid] = len(generation.token_ids)
         self._pipe.send(Step(rid, progress))
+
+    def _forget(self, rid: str) -> None:
+        del self._requests[rid], self._told[rid], self._begun[rid]
+        self._streams.discard(rid)
 
     def _take(self, command: Command) -> None:
         if isinstance(command, Submit):
@@ -102,11 +110,11 @@ class Worker:
             except UsageError as error:
                 self._pipe.send(Rejection(command.rid, str(error)))
         elif isinstance(command, Abort):
-            request = self._requests.pop(command.rid, None)
+            request = self._requests.get(command.rid)
             if request is not None:
                 self._engine.abort(request)
                 self._tell(command.rid, request, "abort")
-                del self._told[command.rid]
+                self._forget(command.rid)
         else:
             self._answer(command)
 
@@ -114,9 +122,13 @@ class Worker:
         beyond = [token for token in command.input_ids if token >= self._vocabulary]
         if beyond:
             raise UsageError(rejected("input_ids", beyond[0], f"tokens < {self._vocabulary}"))
+        begun = time.perf_counter()
         eos = None if command.ignore_eos else self._eos
         request = self._engine.submit(command.input_ids, command.max_new_tokens, eos=eos)
         self._requests[command.rid], self._told[command.rid] = request, 0
+        self._begun[command.rid] = begun
+        if command.stream:
+            self._streams.add(command.rid)
 
     def _answer(self, question: Ask) -> None:
         engine = self._engine
@@ -132,7 +144,7 @@ class Worker:
         self._pipe.send(Reply(question.ticket, value))
 
 
-def _build(options: Options) -> tuple[Engine, int, int]:
+def build(options: Options) -> tuple[Engine, int, int]:
     """The engine, how many tokens there are, and the one that ends a text."""
     device = torch.device(options.device)
     torch.set_num_threads(1)

@@ -51,13 +51,19 @@ class Answers:
                 yield f"data: {json.dumps({'error': detail})}\n\n"
         yield "data: [DONE]\n\n"
 
-    async def chunks(self, rid: str | None, prompt: Any, sampling: SamplingParams) -> Bodies:
-        """Cumulative bodies, the last with a finish reason."""
+    async def chunks(
+        self, rid: str | None, prompt: Any, sampling: SamplingParams, *, stream: bool
+    ) -> Bodies:
+        """Cumulative bodies, the last with a finish reason; without ``stream`` the last alone."""
         started = time.perf_counter()
         input_ids = self._service.encode(prompt) if isinstance(prompt, str) else prompt
         name, ids = rid or uuid4().hex, list[int]()
         progress = self._service.generate(
-            name, input_ids, sampling.max_new_tokens, ignore_eos=sampling.ignore_eos
+            name,
+            input_ids,
+            sampling.max_new_tokens,
+            ignore_eos=sampling.ignore_eos,
+            stream=stream,
         )
         try:
             async with aclosing(progress):
@@ -72,6 +78,7 @@ class Answers:
                         "cached_tokens": step.cached_tokens,
                         "spec_verify_ct": step.spec_verify_ct,
                         "spec_accept_length": len(ids) / max(step.spec_verify_ct, 1),
+                        "engine_latency": step.engine_s,
                         "e2e_latency": time.perf_counter() - started,
                     }
                     if reason:
@@ -87,7 +94,7 @@ class Answers:
 
     async def _last(self, rid: str | None, prompt: Any, sampling: SamplingParams) -> dict[str, Any]:
         body: dict[str, Any] = {}
-        async with aclosing(self.chunks(rid, prompt, sampling)) as chunks:
+        async with aclosing(self.chunks(rid, prompt, sampling, stream=False)) as chunks:
             async for chunk in chunks:
                 body = chunk
         return body

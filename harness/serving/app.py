@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ from harness.serving.service import ClientLeft, FlushRefused, Refused, Service, 
 MAX_BODY_BYTES = 2 << 20
 BODY_PATIENCE_S = 20.0
 MOST_TIMEOUT_S = 600.0
+MOST_ERRORS = 5
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 499, 503)
 }
@@ -77,7 +78,7 @@ def _generation(app: FastAPI, service: Service, metrics: Metrics) -> None:
         if not asked.stream:
             return JSONResponse(await _unless_left(request, answers.whole(asked)))
         rid = asked.rid if isinstance(asked.rid, str) else None
-        chunks = answers.chunks(rid, asked.prompts[0], asked.sampling_params)
+        chunks = answers.chunks(rid, asked.prompts[0], asked.sampling_params, stream=True)
         # What is refused is refused by a status, not in the stream.
         first = await _unless_left(request, anext(chunks))
 
@@ -159,7 +160,7 @@ def _facts(app: FastAPI, service: Service, metrics: Metrics) -> None:
 def _refusals(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return refusal(400, "BadRequest", "; ".join(map(_sentence, error.errors()[:5])))
+        return refusal(400, "BadRequest", "; ".join(map(_sentence, _clearest(error.errors()))))
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:
@@ -176,8 +177,18 @@ def _answer(status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
     return handle
 
 
+def _clearest(errors: Sequence[Any]) -> list[Any]:
+    """Of each field those of the form it comes closest to, a few of them."""
+    forms: dict[Any, dict[Any, list[Any]]] = {}
+    for error in errors:
+        _, field, form = (*error["loc"], None, None)[:3]
+        forms.setdefault(field, {}).setdefault(form, []).append(error)
+    closest = [min(tried.values(), key=len) for tried in forms.values()]
+    return [error for found in closest for error in found][:MOST_ERRORS]
+
+
 def _sentence(error: Any) -> str:
     """Field, value and what is accepted, of one of pydantic's errors."""
-    field = ".".join(str(part) for part in error["loc"] if part != "body") or "body"
-    given = repr(error.get("input"))[:80]
+    parts = [str(part) for part in error["loc"] if part != "body" and "[" not in str(part)]
+    field, given = ".".join(parts) or "body", repr(error.get("input"))[:80]
     return f"{field} = {given} is not accepted: {error['msg']}"

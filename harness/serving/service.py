@@ -41,12 +41,14 @@ class Progress:
         new_ids: tokens, possibly none.
         cached_tokens: of its prompt.
         spec_verify_ct: verify steps so far, 0 without speculation.
+        engine_s: since the engine was handed it.
         finish_reason: "length", "stop" or "abort" behind its last tokens, else empty.
     """
 
     new_ids: tuple[int, ...]
     cached_tokens: int
     spec_verify_ct: int
+    engine_s: float
     finish_reason: str = ""
 
 
@@ -72,9 +74,17 @@ class Service(Protocol):
         ...
 
     def generate(
-        self, rid: str, input_ids: Sequence[int], max_new_tokens: int, *, ignore_eos: bool
+        self,
+        rid: str,
+        input_ids: Sequence[int],
+        max_new_tokens: int,
+        *,
+        ignore_eos: bool,
+        stream: bool,
     ) -> AsyncGenerator[Progress, None]:
         """Greedy continuation; a caller that goes away early aborts it.
+
+        With ``stream`` there is progress after every step, without it once, at the end.
 
         Raises:
             Refused: it can never be served.

@@ -1,0 +1,78 @@
+"""A body that makes no sense is refused by field, value and what is accepted."""
+
+from __future__ import annotations
+
+import pytest
+import requests
+
+from fixtures.crowd import settled
+
+PROMPT = {"input_ids": [5, 6, 7]}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({}, "exactly one of text and input_ids"),
+        (PROMPT | {"text": "def"}, "exactly one of text and input_ids"),
+        (PROMPT | {"topk": 4}, "topk = 4"),
+        ({"input_ids": []}, "input_ids"),
+        ({"input_ids": [5, -1]}, "-1"),
+        ({"input_ids": [5, 2048]}, "input_ids = 2048 is not accepted; accepted: tokens < 2048"),
+        ({"input_ids": ["5"]}, "'5'"),
+        ({"input_ids": [5.5]}, "5.5"),
+        ({"text": ""}, "text"),
+        ({"text": 7}, "7"),
+        ({"input_ids": [[5]] * 65}, "64"),
+        (PROMPT | {"stream": "yes"}, "stream = 'yes'"),
+        ({"input_ids": [[5], [6]], "stream": True}, "stream: one prompt"),
+        (PROMPT | {"rid": ["a"]}, "rid: one for each prompt"),
+        ({"input_ids": [[5], [6]], "rid": ["a", "a"]}, "rid: different ids"),
+        ({"input_ids": [[5], [6]], "rid": "a"}, "rid: a list"),
+        (PROMPT | {"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens = 0"),
+        (PROMPT | {"sampling_params": {"max_new_tokens": 510}}, "1 … 509 behind 3 prompt tokens"),
+        (PROMPT | {"sampling_params": {"temperature": 0.7}}, "temperature = 0.7"),
+        (PROMPT | {"sampling_params": {"top_p": 0.9}}, "top_p = 0.9"),
+        (PROMPT | {"sampling_params": None}, "sampling_params = None"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_refused_by_name(server, body, words):
+    answer = requests.post(f"{server.url}/generate", json=body, timeout=10)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, 400), error
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("verb", "path", "data", "status"),
+    [
+        ("POST", "/generate", b"{nope", 400),
+        ("POST", "/generate", b"[" * 50_000, 400),
+        ("POST", "/generate", b"\xff\xfe", 400),
+        ("POST", "/generate", b" " * (3 << 20), 413),
+        ("PUT", "/generate", b"{}", 405),
+        ("GET", "/nothing", b"", 404),
+        ("POST", "/flush_cache?timeout=never", b"", 400),
+        ("POST", "/flush_cache?timeout=-1", b"", 400),
+        ("POST", "/abort_request", b"{}", 400),
+    ],
+)
+def test_refused_by_status(server, verb, path, data, status):
+    headers = {"Content-Type": "application/json"}
+    answer = requests.request(verb, server.url + path, data=data, headers=headers, timeout=10)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_nothing_is_left_behind(server):
+    settled(server)
+
+
+def test_a_key_is_asked_for(fresh_server):
+    served = fresh_server(api_key="open sesame", context_length=64)
+    for headers in ({}, {"Authorization": "Bearer open"}):
+        answer = requests.get(f"{served.url}/server_info", headers=headers, timeout=10)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (401, "Unauthorized")
+    assert requests.get(f"{served.url}/health", timeout=10).ok
+    assert served.client.generate([5, 6], 2).completion_tokens == 2

@@ -1,0 +1,140 @@
+"""Whatever clients do, the others are answered, and nothing of the rude ones is left behind."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+import requests
+
+from fixtures.crowd import settled, state, text, together, until
+from harness.errors import Busy, ServerError
+from harness.serving.flush import flush
+
+LONG = 400
+
+
+def running(counts) -> bool:
+    return counts["running"] > 0
+
+
+def raw(server, *, stream: bool) -> socket.socket:
+    """A connection that has sent a long request and reads nothing."""
+    sampling = {"max_new_tokens": LONG, "ignore_eos": True}
+    body = json.dumps({"input_ids": [9, 8, 7], "stream": stream, "sampling_params": sampling})
+    address = urlsplit(server.url)
+    connection = socket.create_connection((address.hostname, address.port), timeout=30)
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    connection.sendall(f"{head}Content-Type: application/json\r\n\r\n{body}".encode())
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_who_leaves_is_aborted(server, stream):
+    with raw(server, stream=stream):
+        until(server, running, "the request does not run")
+    settled(server)
+
+
+def test_a_stream_that_is_not_read_holds_nobody_up(server):
+    with raw(server, stream=True) as slow:
+        until(server, running, "the request does not run")
+        assert server.client.generate(text(1, 20), 8).completion_tokens == 8
+        received = b""
+        while b"[DONE]" not in received:
+            part = slow.recv(1 << 16)
+            assert part, received[-200:]
+            received += part
+            time.sleep(0.001)
+    assert f'"completion_tokens": {LONG}'.encode() in received
+    settled(server)
+
+
+def test_an_aborted_request_is_told_so(server):
+    answers = []
+    body = {
+        "input_ids": [9, 8, 7],
+        "rid": "to be aborted",
+        "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True},
+    }
+
+    def ask() -> None:
+        answers.append(requests.post(f"{server.url}/generate", json=body, timeout=60).json())
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    until(server, running, "the request does not run")
+    server.client.abort("to be aborted")
+    asking.join()
+    assert answers[0]["meta_info"]["finish_reason"] == {"type": "abort"}
+    assert len(answers[0]["output_ids"]) < LONG
+    settled(server)
+
+
+def test_a_flush_under_load_is_refused_and_loses_nothing(server):
+    alone = server.client.generate(text(2, 40), 60)
+    with raw(server, stream=True):
+        until(server, running, "the request does not run")
+        answer = requests.post(f"{server.url}/flush_cache", timeout=10)
+        assert answer.status_code == 400
+        assert "1 running, 0 waiting" in answer.json()["error"]["message"]
+        with pytest.raises(Busy):
+            flush(server.url, deadline_s=0.2)
+        again = server.client.generate(text(2, 40), 60)
+        assert (again.output_ids, again.cached_tokens) == (alone.output_ids, 32)
+    assert flush(server.url, deadline_s=20).tries >= 1
+    settled(server)
+
+
+def test_one_flush_at_a_time(server):
+    with raw(server, stream=True):
+        until(server, running, "the request does not run")
+        url = f"{server.url}/flush_cache"
+        calls = [
+            lambda: requests.post(url, params={"timeout": 1}, timeout=20),
+            lambda: time.sleep(0.2) or requests.get(url, params={"timeout": 1}, timeout=20),
+        ]
+        first, second = together(2, calls)
+    assert {first.status_code, second.status_code} == {400}
+    assert "another flush is pending" in second.text
+    settled(server)
+
+
+def test_two_hundred_clients_at_once(server):
+    calls = [lambda i=i: server.client.generate(text(i, 5 + i % 9), 1 + i % 5) for i in range(200)]
+    answers = together(200, calls)
+    assert [a.completion_tokens for a in answers] == [1 + i % 5 for i in range(200)]
+    assert [a.prompt_tokens for a in answers] == [5 + i % 9 for i in range(200)]
+    settled(server)
+    assert state(server)["cached_pages"] > 0
+
+
+def test_a_killed_engine_is_named_and_started_again(fresh_server):
+    served = fresh_server(context_length=512)
+    failures = []
+
+    def ask() -> None:
+        with pytest.raises(ServerError) as caught:
+            served.client.generate([9, 8, 7], LONG)
+        failures.append(str(caught.value))
+
+    asking = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in asking:
+        thread.start()
+    until(served, lambda counts: counts["running"] == 3, "the requests do not run")
+    psutil.Process(served.client.server_info()["worker_pid"]).kill()
+    for thread in asking:
+        thread.join()
+    assert all("503" in f and "the engine's process ended with -9" in f for f in failures)
+    assert not served.client.health()
+    deadline = time.monotonic() + 30
+    while not served.client.health():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert served.client.server_info()["restarts"] == 1
+    settled(served)

@@ -1,0 +1,55 @@
+"""Requests drawn from the server's own schema, right and wrong, never break it or leave a trace."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+
+from fixtures.crowd import settled
+from fixtures.servers import FreshServer
+
+EXAMPLES = int(os.environ.get("SPECGATE_FUZZ", "12"))
+"""Requests of each kind; SPECGATE_FUZZ=120 sends more than 2,000 in all."""
+
+
+def operations(url: str) -> Iterator[tuple[Any, Any]]:
+    """Operation and mode of everything the schema offers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import schemathesis
+        from schemathesis import GenerationMode
+
+    for found in schemathesis.openapi.from_url(f"{url}/openapi.json").get_all_operations():
+        operation = found.ok()
+        for mode in GenerationMode:
+            yield operation, mode
+
+
+def test_no_drawn_request_is_a_server_error(fresh_server: FreshServer) -> None:
+    served = fresh_server(context_length=64)
+    answered: Counter[str] = Counter()
+    for operation, mode in operations(served.url):
+        strategy = operation.as_strategy(generation_mode=mode)
+
+        @settings(
+            max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=HealthCheck
+        )
+        @given(case=strategy)
+        def ask(case: Any) -> None:
+            response = case.call(timeout=30)
+            answered[f"{response.status_code // 100}xx"] += 1
+            assert response.status_code < 500, f"{case.as_curl_command()}: {response.text}"
+
+        with suppress(Unsatisfiable):  # Nothing about it can be wrong.
+            ask()
+    print(f"{sum(answered.values())} requests: {dict(sorted(answered.items()))}")
+    assert answered["2xx"] > EXAMPLES
+    assert answered["4xx"] > EXAMPLES
+    settled(served)

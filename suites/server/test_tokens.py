@@ -1,0 +1,85 @@
+"""Over HTTP a prompt goes on as the oracle says, however many others are served beside it."""
+
+from __future__ import annotations
+
+import pytest
+
+from fixtures import shipped
+from fixtures.crowd import settled, together
+from fixtures.goldens import prompts
+from fixtures.servers import Served
+from harness.case import Dtype
+from harness.compare import compare_tokens
+from harness.record import Verdict
+from harness.serving.client import Answer, Client
+from harness.serving.flush import flush
+from harness.tolerance import tie_margin
+
+WAYS = ("generate", "stream")
+COUNTS = ("completion_tokens", "spec_verify_ct")
+
+
+def ask(client: Client, prompt: tuple[int, ...], way: str) -> Answer:
+    if way == "generate":
+        return client.generate(prompt, shipped.NEW)
+    *_, last = client.stream(prompt, shipped.NEW)
+    return last.answer
+
+
+def tie(server: Served) -> float:
+    return tie_margin(Dtype.FP32 if server.kind == "embedded" else Dtype.BF16)
+
+
+@pytest.mark.parametrize("at_once", [1, 8, 32])
+def test_tokens_and_accept_lengths(server, at_once):
+    flush(server.url)
+    texts = prompts(server.pair)
+    due = [shipped.expected(shipped.Setup(pair=server.pair), i) for i in range(len(texts))]
+    # One client a request asks whole, the next in a stream.
+    calls = [
+        lambda text=text, way=WAYS[i % 2]: ask(server.client, text, way)
+        for i, text in enumerate(texts[: 8 if at_once == 1 else 32])
+    ]
+    answers = together(at_once, calls)
+    exact = True
+    for answer, expected in zip(answers, due, strict=False):
+        found = compare_tokens(answer.output_ids, expected.token_ids, expected.margins, tie(server))
+        assert found.verdict is Verdict.PASSED, found.message
+        exact = exact and not found.message
+        assert answer.completion_tokens == len(answer.output_ids)
+        assert answer.finish_reason == "length"
+    if exact:
+        obtained = [sum(getattr(a, count) for a in answers) for count in COUNTS]
+        rounds = sum(len(d.accept_lengths) for d in due[: len(answers)])
+        assert obtained == [shipped.NEW * len(answers), rounds]
+
+
+def test_one_round_emits_what_it_accepted(server):
+    prompt = prompts(server.pair)[3]
+    lengths = [len(chunk.answer.output_ids) for chunk in server.client.stream(prompt, shipped.NEW)]
+    expected = shipped.expected(shipped.Setup(pair=server.pair), 3)
+    if server.kind == "embedded":
+        # The prefill emits one token; the last round may reach past the end.
+        sums = [1 + sum(expected.accept_lengths[:n]) for n in range(len(expected.accept_lengths))]
+        # A stream may join its first chunks, never reorder or lose one.
+        assert lengths == sorted(lengths)
+        assert set(lengths) <= {*sums, shipped.NEW}
+        assert lengths[-1] == shipped.NEW
+    settled(server)
+
+
+def test_text_and_batches(server):
+    texts = prompts(server.pair)[4:7]
+    batch = server.client.generate_batch(texts, 7)
+    alone = [server.client.generate(prompt, 7) for prompt in texts]
+    assert [a.output_ids for a in batch] == [a.output_ids for a in alone]
+    assert [a.prompt_tokens for a in batch] == [len(prompt) for prompt in texts]
+    assert all(a.text for a in batch)
+
+
+def test_a_flush_is_seen_by_the_next_request(server):
+    prompt = prompts(server.pair)[9]
+    server.client.generate(prompt, 3)
+    assert server.client.generate(prompt, 3).cached_tokens > 0
+    assert flush(server.url).tries >= 1
+    assert server.client.generate(prompt, 3).cached_tokens == 0
