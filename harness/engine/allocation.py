@@ -86,6 +86,12 @@ class SlotTable:
         """
         return Lease(row=self.req_to_token_pool.alloc(1)[0])
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that one request can hold if it is alone."""
+        allocators = (self.allocator, self.swa_allocator or self.allocator)
+        return min(pages.num_pages - 1 for pages in allocators) * self.page_size
+
     def allocated(self, lease: Lease) -> int:
         """Tokens the lease's pages hold."""
         return len(lease.pages) * self.page_size
@@ -103,12 +109,9 @@ class SlotTable:
 
         Raises:
             ContractError: the lease has tokens already.
-            UsageError: the pool is hybrid: a window's pages are not shared.
         """
         if lease.pages:
             raise ContractError(rejected("pages of the lease", len(lease.pages), "none yet"))
-        if pages and self.swa_allocator is not None:
-            raise UsageError(rejected("shared pages", len(pages), "none in a hybrid pool"))
         self._write(lease, list(pages))
         lease.shared = len(pages)
         lease.committed = len(pages) * self.page_size

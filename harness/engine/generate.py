@@ -1,61 +1,17 @@
-"""The scheduler: static batching, finishing, retraction and the statistics of a generation."""
+"""The scheduler: continuous batching, finishing, retraction and the statistics of a generation."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
-from harness.engine.allocation import Lease, SlotTable
-from harness.engine.plan_stream import PlanStream
-from harness.engine.prefix_cache import Node, PrefixCache
+from harness.engine.allocation import SlotTable
+from harness.engine.holdings import Holdings, Usage
+from harness.engine.interface import Worker
+from harness.engine.prefix_cache import PrefixCache
 from harness.engine.request import Generation, Request
-from harness.engine.state import Round, State, join, select
+from harness.engine.state import join, select
 from harness.errors import CapacityError, ContractError, UsageError, rejected
-
-
-class Worker(Protocol):
-    """What a scheduler drives."""
-
-    @property
-    def headroom(self) -> int:
-        """Tokens a round may write behind the committed ones."""
-        ...
-
-    @property
-    def streams(self) -> PlanStream:
-        """The queues the worker issues to."""
-        ...
-
-    def prefill(
-        self, prompts: Sequence[Sequence[int]], rows: list[int], cached: Sequence[int] = ()
-    ) -> State:
-        """Compute prompts into reserved pages of request rows; without prompts, run idle."""
-        ...
-
-    def step(self, state: State) -> tuple[State, Round]:
-        """One round of every request; without requests, run idle."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Usage:
-    """Who has the pages: free, cached and held ones are all there are.
-
-    Args:
-        total_pages: without the padding page.
-        free_pages: nobody's.
-        cached_pages: the prefix cache's.
-        held_pages: those that running requests do not share with it.
-        held_rows: requests that hold any.
-    """
-
-    total_pages: int
-    free_pages: int
-    cached_pages: int
-    held_pages: int
-    held_rows: int
 
 
 class Engine:
@@ -72,7 +28,7 @@ class Engine:
         prefix_cache: over the slots' allocator; without one every prompt is computed whole.
 
     Raises:
-        UsageError: no request may run, or a last round would not fit the request-to-token table.
+        UsageError: no request may run, a last round does not fit, or a hybrid pool is to be cached.
     """
 
     def __init__(
@@ -94,7 +50,7 @@ class Engine:
         self._slots = slots
         self._max_bs = max_bs
         self._max_context_len = max_context_len
-        self._cache = prefix_cache
+        self._holdings = Holdings(slots, worker.streams, prefix_cache)
         self._state = worker.prefill([], [])
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -128,10 +84,10 @@ class Engine:
                 would not fit the pools even if it ran alone.
         """
         request = self._request(prompt, max_new_tokens, eos)
-        tokens = len(prompt) + max_new_tokens + self._worker.headroom
-        room = self.usage.total_pages * self._slots.page_size
-        if tokens > room:
-            raise UsageError(rejected("tokens of a request and a round", tokens, f"<= {room}"))
+        tokens = len(prompt) + max_new_tokens - 1 + self._worker.headroom
+        if tokens > self._slots.capacity:
+            accepted = f"<= {self._slots.capacity}, the pools'"
+            raise UsageError(rejected("tokens of a request and a round", tokens, accepted))
         self.waiting.append(request)
         return request
 
@@ -143,14 +99,7 @@ class Engine:
     @property
     def usage(self) -> Usage:
         """Who has the pages."""
-        leases = [_held(request) for request in self.running]
-        return Usage(
-            total_pages=self._slots.allocator.num_pages - 1,
-            free_pages=self._slots.allocator.available_pages,
-            cached_pages=self._cache.pages if self._cache else 0,
-            held_pages=sum(len(lease.pages) - lease.shared for lease in leases),
-            held_rows=len(leases),
-        )
+        return self._holdings.usage(self.running)
 
     def flush(self) -> int:
         """Forget every prefix; how many pages that gave back.
@@ -161,7 +110,7 @@ class Engine:
         if not self.idle:
             asked = f"{len(self.running)} running, {len(self.waiting)} waiting requests"
             raise ContractError(rejected("flush with", asked, "none"))
-        return self._cache.clear() if self._cache else 0
+        return self._holdings.clear()
 
     def step(self) -> None:
         """Admit, run one round, retire; a round without requests runs idle."""
@@ -169,7 +118,7 @@ class Engine:
         self._make_room()
         self._state, outcome = self._worker.step(self._state)
         for request, tokens in zip(self.running, outcome.tokens(), strict=True):
-            self._slots.commit(_held(request), len(tokens))
+            self._slots.commit(request.held, len(tokens))
             request.generation.accept_lengths.append(len(tokens))
             request.emit(tokens)
         self._retire()
@@ -203,7 +152,7 @@ class Engine:
             admitted.append(self.waiting.popleft())
         if not admitted:
             return
-        leases = [_held(request) for request in admitted]
+        leases = [request.held for request in admitted]
         tokens = [request.tokens for request in admitted]
         cached = [lease.committed for lease in leases]
         fresh = self._worker.prefill(tokens, [lease.row for lease in leases], cached)
@@ -219,21 +168,12 @@ class Engine:
 
     def _lease(self, request: Request, *, alone: bool) -> bool:
         """Pages for a waiting request and its first round, if there are any."""
-        lease = self._slots.open()
-        prefix = self._cache.acquire(request.tokens) if self._cache else []
-        if prefix:
-            self._share(lease, prefix)
         try:
-            missing = len(request.tokens) - lease.committed
-            self._reserve(lease, missing + self._worker.headroom)
+            self._holdings.admit(request, self._worker.headroom)
         except CapacityError:
-            self._slots.release(lease)
-            if self._cache:
-                self._cache.release(prefix)
             if alone:
                 raise
             return False
-        request.lease, request.prefix = lease, prefix
         return True
 
     def _make_room(self) -> None:
@@ -241,25 +181,12 @@ class Engine:
         place = 0
         while place < len(self.running):
             try:
-                self._reserve(_held(self.running[place]), self._worker.headroom)
+                self._holdings.reserve(self.running[place].held, self._worker.headroom)
                 place += 1
             except CapacityError:
                 if len(self.running) == 1:
                     raise
                 self.retract(self.running[-1])
-
-    def _share(self, lease: Lease, prefix: Sequence[Node]) -> None:
-        pages = [node.page for node in prefix]
-        self._worker.streams.main(
-            "share", lambda: self._slots.share(lease, pages), writes=("req_to_token",)
-        )
-
-    def _reserve(self, lease: Lease, tokens: int) -> None:
-        if self._cache:
-            self._cache.make_room(self._slots.missing(lease, tokens))
-        self._worker.streams.main(
-            "reserve", lambda: self._slots.reserve(lease, tokens), writes=("req_to_token",)
-        )
 
     def _retire(self) -> None:
         for request in [request for request in self.running if request.finished]:
@@ -267,20 +194,7 @@ class Engine:
 
     def _drop(self, request: Request) -> None:
         place = self.running.index(request)
-        self._give_back(request, _held(request))
+        self._holdings.give_back(request)
         kept = [i for i in range(len(self.running)) if i != place]
         self._state = select(self._state, kept)
         del self.running[place]
-
-    def _give_back(self, request: Request, lease: Lease) -> None:
-        kept: set[int] = set()
-        if self._cache:
-            kept = self._cache.insert(request.tokens, lease.committed, lease.pages)
-            self._cache.release(request.prefix)
-        self._slots.release(lease, kept)
-        request.lease, request.prefix = None, []
-
-
-def _held(request: Request) -> Lease:
-    assert request.lease is not None
-    return request.lease

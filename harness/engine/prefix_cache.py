@@ -95,23 +95,28 @@ class PrefixCache:
         return taken
 
     def make_room(self, pages: int) -> None:
-        """Evict until so many pages are free, or nothing is left that nobody reads."""
-        while self._allocator.available_pages < pages:
-            leaves = [n for n in self._nodes() if not n.children and not n.users]
-            if not leaves:
-                return
-            self._evict(min(leaves, key=lambda node: node.used))
+        """Evict until so many pages are free; nothing at all where that does not suffice."""
+        wanted = pages - self._allocator.available_pages
+        if 0 < wanted <= self._unread():
+            self._evict(wanted)
 
     def clear(self) -> int:
         """Evict everything that nobody reads; how many pages that was."""
-        before = self.pages
-        self.make_room(self._allocator.num_pages)
-        return before - self.pages
+        unread = self._unread()
+        self._evict(unread)
+        return unread
 
-    def _evict(self, node: Node) -> None:
-        assert node.parent is not None
-        del node.parent.children[node.key]
-        self._allocator.free([node.page])
+    def _unread(self) -> int:
+        """Pages to evict: who reads a page reads all before it, so leaves come free in turn."""
+        return sum(1 for node in self._nodes() if not node.users)
+
+    def _evict(self, count: int) -> None:
+        for _ in range(count):
+            leaves = (node for node in self._nodes() if not node.children and not node.users)
+            oldest = min(leaves, key=lambda node: node.used)
+            assert oldest.parent is not None
+            del oldest.parent.children[oldest.key]
+            self._allocator.free([oldest.page])
 
     def _want(self, path: Sequence[Node]) -> None:
         self._clock += 1

@@ -72,6 +72,12 @@ class Request:
         return self.prompt + self.generation.token_ids
 
     @property
+    def held(self) -> Lease:
+        """Its lease; it runs."""
+        assert self.lease is not None
+        return self.lease
+
+    @property
     def finished(self) -> bool:
         """Whether nothing more may be emitted."""
         ids = self.generation.token_ids

@@ -9,13 +9,10 @@ import torch
 
 from fixtures.tiny_engine import BACKENDS, NEW, Rig
 from harness.engine.generate import Engine
-from harness.engine.prefix_cache import PrefixCache
 from harness.engine.request import Request
 from harness.engine.speculation import Speculation, Version
 from harness.errors import ContractError, UsageError
-from harness.upstream.pools import PagedAllocator
 
-PAGE = 4
 SPECS = {
     "plain": None,
     "v1": Speculation(num_steps=3, num_draft_tokens=3, version=Version.V1),
@@ -67,9 +64,11 @@ def test_warm_answers_are_the_oracles(rig, name, graphs):
 def test_generated_tokens_are_found_again(rig):
     engine = rig.engine(SPECS["v2"], prefix_cache=True)
     said = finish(engine, FIRST)[0].tokens
-    again = finish(engine, [*said[:21], 1])[0]
-    assert again.generation.cached_tokens == 20
-    assert again.generation.token_ids == list(rig.expected([*said[:21], 1], SPECS["v2"]).token_ids)
+    again = finish(engine, [*said[:21], 1])[0].generation
+    due = rig.expected([*said[:21], 1], SPECS["v2"])
+    assert again.cached_tokens == 20
+    assert again.token_ids == list(due.token_ids)
+    assert again.accept_lengths == list(due.accept_lengths)[: len(again.accept_lengths)]
 
 
 @torch.inference_mode()
@@ -107,39 +106,30 @@ def test_aborted_and_retracted_requests_give_their_pages_back(rig):
 
 
 @torch.inference_mode()
-def test_a_busy_engine_does_not_flush_and_a_request_too_large_is_refused(rig):
-    engine = rig.engine(SPECS["v2"], prefix_cache=True, num_pages=1 + 6)
+def test_a_busy_engine_does_not_flush(rig):
+    engine = rig.engine(SPECS["v2"], prefix_cache=True)
     engine.submit(FIRST, 4)
     with pytest.raises(ContractError, match="0 running, 1 waiting"):
         engine.flush()
-    with pytest.raises(UsageError, match=r"tokens of a request and a round = 26 .*<= 24"):
-        engine.submit(FIRST, 13)
+    engine.step()
+    with pytest.raises(ContractError, match="1 running, 0 waiting"):
+        engine.flush()
+    assert not engine.idle
 
 
-def test_pages_are_known_by_the_token_behind_them():
-    cache = PrefixCache(PagedAllocator(8, PAGE))
-    assert cache.insert(range(9), 9, [1, 2]) == {1, 2}
-    assert [n.page for n in cache.acquire(range(10))] == [1, 2]
-    assert [n.page for n in cache.acquire(range(9))] == [1, 2]
-    assert [n.page for n in cache.acquire(range(8))] == [1]
-    assert [n.page for n in cache.acquire([*range(8), 99])] == [1]
-    assert cache.acquire([99, *range(1, 9)]) == []
-    assert cache.insert([*range(8), 99], 9, [1, 3]) == {3}
-    assert cache.insert(range(9), 7, [4, 5]) == set()
-
-
-def test_the_least_recently_wanted_leaf_goes_first():
-    allocator = PagedAllocator(6, PAGE)
-    cache = PrefixCache(allocator)
-    old, fork, new = [*range(9)], [*range(4), 50, 51, 52, 53, 54], [*range(20, 25)]
-    cache.insert(old, 9, allocator.alloc(2))
-    cache.insert(new, 5, allocator.alloc(1))
-    cache.insert(fork, 9, allocator.alloc(2))
-    held = cache.acquire(old)
-    cache.make_room(2)
-    assert (allocator.available_pages, cache.pages) == (2, 3)
-    assert cache.acquire(new) == []
-    assert cache.clear() == 1
-    cache.release(held)
-    assert cache.clear() == 2
-    assert allocator.available_pages == 5
+@pytest.mark.parametrize(("name", "most"), [("plain", 14), ("v1", 12), ("v2", 12)])
+@pytest.mark.parametrize("prefix_cache", [False, True], ids=["cold", "cached"])
+@torch.inference_mode()
+def test_what_just_fits_is_served_and_one_token_more_is_refused(rig, name, most, prefix_cache):
+    """Six pages of four; 10 prompt tokens, a round of 1 or 3, and the last token is not stored."""
+    engine = rig.engine(SPECS[name], prefix_cache=prefix_cache, num_pages=1 + 6)
+    with pytest.raises(UsageError, match=r"tokens of a request and a round = 25 .*<= 24"):
+        engine.submit(FIRST, most + 1)
+    requests = [engine.submit(FIRST, most) for _ in range(3)]
+    engine.step()
+    while not engine.idle:
+        if engine.running:
+            engine.retract(engine.running[-1])
+        engine.step()
+        balanced(engine)
+    assert {len(request.generation.token_ids) for request in requests} == {most}

@@ -1,0 +1,99 @@
+"""A page is found by its tokens and the one behind them, has one owner, and goes when it must."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.engine.allocation import SlotTable
+from harness.engine.holdings import Holdings
+from harness.engine.plan_stream import SameStream
+from harness.engine.prefix_cache import PrefixCache
+from harness.errors import ContractError, UsageError
+from harness.upstream.pools import MHATokenToKVPool, PagedAllocator, ReqToTokenPool, SWAKVPool
+
+PAGE = 4
+
+
+def windowless(pages: int) -> MHATokenToKVPool:
+    return MHATokenToKVPool(
+        num_pages=pages,
+        page_size=PAGE,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=2,
+        dtype=torch.float32,
+    )
+
+
+def hybrid() -> tuple[ReqToTokenPool, PagedAllocator, SWAKVPool, PagedAllocator]:
+    pool = SWAKVPool(
+        full_pool=windowless(6),
+        swa_pool=windowless(3),
+        swa_layer_ids=frozenset({1}),
+        num_layers=2,
+    )
+    return ReqToTokenPool(1, 16), PagedAllocator(6, PAGE), pool, PagedAllocator(3, PAGE)
+
+
+def test_windows_are_not_shared():
+    table = SlotTable(*hybrid())
+    with pytest.raises(UsageError, match=r"prefix_cache = .* hybrid"):
+        Holdings(table, SameStream(), PrefixCache(table.allocator))
+    assert table.capacity == 2 * PAGE
+
+
+def test_a_lease_begins_with_shared_pages_or_not_at_all():
+    slots = SlotTable(ReqToTokenPool(1, 16), PagedAllocator(6, PAGE), windowless(6))
+    cached = slots.allocator.alloc(2)
+    lease = slots.open()
+    slots.share(lease, cached[::-1])
+    assert (lease.committed, lease.shared) == (8, 2)
+    assert slots.req_to_token_pool.req_to_token[0, :8].tolist() == [8, 9, 10, 11, 4, 5, 6, 7]
+    with pytest.raises(ContractError, match=r"pages of the lease = 2 .* none yet"):
+        slots.share(lease, cached)
+    slots.reserve(lease, 3)
+    slots.release(lease)
+    assert slots.allocator.available_pages == 3
+
+
+def test_pages_are_known_by_the_token_behind_them():
+    cache = PrefixCache(PagedAllocator(8, PAGE))
+    assert cache.insert(range(9), 9, [1, 2]) == {1, 2}
+    assert [n.page for n in cache.acquire(range(10))] == [1, 2]
+    assert [n.page for n in cache.acquire(range(9))] == [1, 2]
+    assert [n.page for n in cache.acquire(range(8))] == [1]
+    assert [n.page for n in cache.acquire([*range(8), 99])] == [1]
+    assert cache.acquire([99, *range(1, 9)]) == []
+    assert cache.insert([*range(8), 99], 9, [1, 3]) == {3}
+    assert cache.insert(range(9), 7, [4, 5]) == set()
+
+
+def test_the_least_recently_wanted_leaf_goes_first():
+    allocator = PagedAllocator(6, PAGE)
+    cache = PrefixCache(allocator)
+    old, fork, new = [*range(9)], [*range(4), 50, 51, 52, 53, 54], [*range(20, 25)]
+    cache.insert(old, 9, allocator.alloc(2))
+    cache.insert(new, 5, allocator.alloc(1))
+    cache.insert(fork, 9, allocator.alloc(2))
+    held = cache.acquire(old)
+    cache.make_room(2)
+    assert (allocator.available_pages, cache.pages) == (2, 3)
+    assert cache.acquire(new) == []
+    assert cache.clear() == 1
+    cache.release(held)
+    assert cache.clear() == 2
+    assert allocator.available_pages == 5
+
+
+def test_nothing_is_evicted_for_room_that_cannot_be_made():
+    allocator = PagedAllocator(6, PAGE)
+    cache = PrefixCache(allocator)
+    cache.insert(range(9), 9, allocator.alloc(2))
+    allocator.alloc(2)
+    cache.make_room(4)
+    assert (allocator.available_pages, cache.pages) == (1, 2)
+    cache.make_room(1)
+    assert cache.pages == 2
+    cache.make_room(3)
+    assert (allocator.available_pages, cache.pages) == (3, 0)
