@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -106,6 +107,16 @@ def _spent(process: psutil.Process) -> float:
     except psutil.NoSuchProcess:
         return 0.0
     return float(times.user + times.system)
+
+
+def listeners(url: str) -> list[int]:
+    """Processes of this host that answer at a URL: an attached server's work is no load either."""
+    port = urlsplit(url).port
+    with contextlib.suppress(psutil.AccessDenied):
+        sockets = [s for s in psutil.net_connections(kind="tcp") if s.laddr]
+        heard = {s.pid for s in sockets if s.status == psutil.CONN_LISTEN and s.laddr[1] == port}
+        return sorted(pid for pid in heard if pid)
+    return []
 
 
 def rise() -> None:

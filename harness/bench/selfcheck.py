@@ -1,9 +1,10 @@
 """``python -m harness.bench.selfcheck``: is A/A left alone, is a planted slowdown always found?
 
-Each run is a benchmark of its own on the embedded server, by the command a user types: an A/A
-session and one whose arm B sleeps 5 % of every step's time. Nothing is shared between blocks, one
-launch is one trial; what makes 40 sessions cheap is a small workload, blocks of two launches, and
-that all launches of a wave start side by side.
+Each run is a benchmark of its own, by the command a user types: an A/A session and one whose arm B
+sleeps 5 % of every step's time. Both arms are one embedded server, launched once a run and switched
+by ``/slow_down``: launches of one command differ by several percent on a small shared machine, more
+than what is planted, and forty sessions of launches would take hours. So this checks the whole way
+from a request to a verdict, and nothing about the luck of a launch.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rich.table import Table
 from harness.bench.findings import Finding, findings
 from harness.bench.record import Role, read
 from harness.evidence.ruling import Ruling
+from harness.serving.launch import embedded, launch
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKLOAD = "smoke-bs2-in32-out32"
@@ -70,15 +72,17 @@ def outcome(found: Sequence[Finding], seconds: float) -> Outcome:
 
 
 def run(number: int, options: argparse.Namespace) -> Outcome:
-    """One benchmark, by its command; a file that an earlier attempt left is resumed."""
+    """One benchmark on one launch; a file that an earlier attempt left is begun anew."""
     out = options.out.absolute() / f"run-{number}.jsonl"
+    out.unlink(missing_ok=True)
     started = time.monotonic()
-    words = ("--a", f"embedded:pair={options.pair}", "--sessions", "A/A,planted")
-    how = ("--design", "pairs", "--workloads", WORKLOAD, "--seed", f"selfcheck-{number}")
-    more = ("--passes", str(options.passes), "--planted", str(options.planted))
-    command = [sys.executable, "-m", "harness", "bench", *words, *how, *more]
-    # Its exit code tells of a night without a candidate, which is never believed.
-    subprocess.run([*command, "--out", str(out), "--resume"], cwd=ROOT, check=False)
+    with launch(embedded(options.pair), out.with_suffix(".log")) as server:
+        words = ("--a", f"url:{server.url}", "--sessions", "A/A,planted", "--out", str(out))
+        how = ("--design", "quads", "--workloads", WORKLOAD, "--seed", f"selfcheck-{number}")
+        more = ("--passes", str(options.passes), "--planted", str(options.planted))
+        command = [sys.executable, "-m", "harness", "bench", *words, *how, *more]
+        # Its exit code tells of a night without a candidate, which is never believed.
+        subprocess.run([*command, "--warm-ups", "1"], cwd=ROOT, check=False)
     return outcome(findings(read(out)), time.monotonic() - started)
 
 
@@ -103,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=20, metavar="N")
     parser.add_argument("--pair", default="gqa", help="of the embedded server")
     parser.add_argument("--planted", type=float, default=0.05, metavar="PART")
-    parser.add_argument("--passes", type=int, default=8, metavar="N", help="of every trial")
+    parser.add_argument("--passes", type=int, default=6, metavar="N", help="of every trial")
     parser.add_argument("--out", type=Path, default=Path("report/selfcheck"), metavar="FOLDER")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """Every arm is one word, every mistake is named, and a file alone says what a benchmark showed."""
 
 import io
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -268,10 +269,15 @@ def test_a_selfcheck_runs_the_command_a_user_types(tmp_path, monkeypatch, capsys
             )
             path.unlink()
 
+    @contextmanager
+    def launched(spec, log):
+        yield SimpleNamespace(url=spec.url)
+
     monkeypatch.setattr(selfcheck.subprocess, "run", bench_run)
+    monkeypatch.setattr(selfcheck, "launch", launched)
     assert selfcheck.main(["--runs", "2", "--out", str(tmp_path / "out")]) == code
     assert [command[1:4] for command in commands] == [["-m", "harness", "bench"]] * 2
-    assert "--resume" in commands[0]
+    assert all(command[5].startswith("url:http://127.0.0.1:") for command in commands)
     seeds = [command[command.index("--seed") + 1] for command in commands]
     assert seeds == ["selfcheck-0", "selfcheck-1"]
     assert "2 of 2 left alone" in capsys.readouterr().out

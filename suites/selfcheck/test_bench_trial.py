@@ -1,5 +1,7 @@
 """A trial warms up, proves its flushes and times every request; numbers are worked out by hand."""
 
+import os
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -295,3 +297,16 @@ def test_priority_is_raised_where_that_is_allowed(monkeypatch, fault):
     monkeypatch.setattr(probe.os, "setpriority", set_priority)
     probe.rise()
     assert asked == [(probe.os.PRIO_PROCESS, 0, -10)]
+
+
+def test_whoever_listens_at_a_url_is_its_server(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        assert probe.listeners(f"http://127.0.0.1:{port}") == [os.getpid()]
+    assert probe.listeners(f"http://127.0.0.1:{port}") == []
+
+    def denied(**_):
+        raise probe.psutil.AccessDenied
+
+    monkeypatch.setattr(probe.psutil, "net_connections", denied)
+    assert probe.listeners("http://127.0.0.1:80") == []
