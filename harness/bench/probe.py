@@ -113,8 +113,8 @@ def listeners(url: str) -> list[int]:
     """Processes of this host that answer at a URL: an attached server's work is no load either."""
     port = urlsplit(url).port
     with contextlib.suppress(psutil.AccessDenied):
-        sockets = [s for s in psutil.net_connections(kind="tcp") if s.laddr]
-        heard = {s.pid for s in sockets if s.status == psutil.CONN_LISTEN and s.laddr[1] == port}
+        sockets: list[Any] = psutil.net_connections(kind="tcp")
+        heard = {s.pid for s in sockets if s.status == psutil.CONN_LISTEN and s.laddr.port == port}
         return sorted(pid for pid in heard if pid)
     return []
 
