@@ -14,22 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from ci.bench.changes import Change, changed
 from harness.errors import UsageError, rejected
 from harness.evidence.ruling import Ruling
 
 FORMAT = 1
 ALARM = 365.0
 """Of the e-detector: at most one false alarm in so many nights (Shin, Ramdas, Rinaldo)."""
-WINDOW = 40
-"""Last nights of an epoch in which a change is looked for."""
-LEAST_NIGHTS, LEAST_SIDE = 8, 2
-SUSPICION = 0.002
-"""Largest part of the shuffled series that splits as well as the real one."""
-LEAST_CHANGE = 0.01
-"""Log units under which a change is nobody's business."""
-SHUFFLES = 1999
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,15 +62,6 @@ class Entry:
     def to_json(self) -> str:
         """One line, without a newline."""
         return json.dumps({"format": FORMAT} | asdict(self), separators=(",", ":"), allow_nan=False)
-
-
-@dataclass(frozen=True)
-class Change:
-    """A split of an epoch: the first night behind it, its size in log units, its p value."""
-
-    night: str
-    size: float
-    p: float
 
 
 @dataclass(frozen=True)
@@ -182,31 +164,6 @@ def detector(nights: Sequence[Entry]) -> list[float]:
 
 
 def suspicion(nights: Sequence[Entry]) -> Change | None:
-    """The best split of the last valid nights, if shuffled nights hardly ever split as well.
-
-    A place to look at, not a verdict: the look is repeated every night and no error rate is kept.
-    """
-    valid = [night for night in nights if night.ruling is not Ruling.INVALID][-WINDOW:]
-    if len(valid) < LEAST_NIGHTS:
-        return None
-    costs = np.array([night.cost for night in valid])
-    place, best = _best_split(costs[None])
-    shuffled = np.random.default_rng(0).permuted(np.tile(costs, (SHUFFLES, 1)), axis=1)
-    as_good = int((_best_split(shuffled)[1] >= best[0] - 1e-12).sum())
-    p = (1 + as_good) / (1 + SHUFFLES)
-    first = int(place[0])
-    size = float(np.median(costs[first:]) - np.median(costs[:first]))
-    if p > SUSPICION or abs(size) < LEAST_CHANGE or math.isclose(best[0], 0.0):
-        return None
-    return Change(valid[first].night, size, p)
-
-
-def _best_split(costs: Any) -> tuple[Any, Any]:
-    """(place, |difference of means| in units of its error) of the best split of rows [m, n]."""
-    n = costs.shape[1]
-    left = np.arange(LEAST_SIDE, n - LEAST_SIDE + 1)
-    sums = np.cumsum(costs, axis=1)
-    means = sums[:, left - 1] / left
-    rest = (sums[:, -1:] - sums[:, left - 1]) / (n - left)
-    gaps = np.abs(means - rest) / np.sqrt(1 / left + 1 / (n - left))
-    return left[gaps.argmax(axis=1)], gaps.max(axis=1)
+    """The best split of the valid nights of an epoch, where it stands out."""
+    valid = [night for night in nights if night.ruling is not Ruling.INVALID]
+    return changed([night.night for night in valid], [night.cost for night in valid])

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ci.bench import history, nights
+from ci.bench import changes, history, nights
 from ci.bench.book import Book, image
 from ci.bench.history import Entry
 from fixtures import benched
@@ -109,7 +109,7 @@ def test_a_step_is_suspected_at_its_first_night(step_at: int, step: float) -> No
     assert change is not None
     assert change.night == nights[step_at].night
     assert change.size == pytest.approx(step, abs=0.004)
-    assert change.p <= history.SUSPICION
+    assert change.p <= changes.SUSPICION
 
 
 def test_quiet_nights_a_spike_and_a_small_step_are_not_suspected() -> None:
@@ -140,7 +140,7 @@ def test_a_step_between_epochs_is_no_change() -> None:
 
 def test_best_split_by_hand() -> None:
     # Split at 2: means 0 and 3, so |0 - 3| / sqrt(1/2 + 1/3) = 3.286; at 3: 1 and 3 give 2.191.
-    place, gap = history._best_split(np.array([[0.0, 0.0, 3.0, 3.0, 3.0]]))
+    place, gap = changes.best_split(np.array([[0.0, 0.0, 3.0, 3.0, 3.0]]))
     assert (place[0], gap[0]) == (2, pytest.approx(3 / math.sqrt(5 / 6)))
 
 
