@@ -61,6 +61,13 @@ class Abort:
 
 
 @dataclass(frozen=True)
+class SlowDown:
+    """Sleep before every step."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Ask:
     """A question that is answered by a ``Reply`` with its ticket: "flush" or "state"."""
 
@@ -68,7 +75,7 @@ class Ask:
     verb: str
 
 
-Command = Submit | Abort | Ask
+Command = Submit | Abort | SlowDown | Ask
 
 
 @dataclass(frozen=True)

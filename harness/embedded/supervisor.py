@@ -23,6 +23,7 @@ from harness.embedded.messages import (
     Ready,
     Rejection,
     Reply,
+    SlowDown,
     Step,
     Submit,
 )
@@ -133,6 +134,11 @@ class Supervisor:
         """As ``Service`` says."""
         for rid in [*self._requests]:
             self.abort(rid)
+
+    def slow_down(self, seconds: float) -> None:
+        """As ``Service`` says; a process that is started again does not sleep."""
+        self._require_ready()
+        self._send(SlowDown(seconds))
 
     async def flush(self, timeout_s: float) -> int:
         """As ``Service`` says."""

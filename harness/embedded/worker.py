@@ -18,6 +18,7 @@ from harness.embedded.messages import (
     Ready,
     Rejection,
     Reply,
+    SlowDown,
     Step,
     Submit,
 )
@@ -49,6 +50,7 @@ class Worker:
         self._engine, self._vocabulary, self._eos = build(options)
         self._requests: dict[str, Request] = {}
         self._told: dict[str, int] = {}
+        self._sleep_s = 0.0
         self._begun: dict[str, float] = {}
         self._streams: set[str] = set()
 
@@ -67,6 +69,8 @@ class Worker:
 
     def _step(self) -> None:
         started = time.perf_counter()
+        if self._sleep_s:
+            time.sleep(self._sleep_s)
         self._engine.step()
         if self._slowdown:
             time.sleep(self._slowdown * (time.perf_counter() - started))
@@ -115,6 +119,8 @@ class Worker:
                 self._engine.abort(request)
                 self._tell(command.rid, request, "abort")
                 self._forget(command.rid)
+        elif isinstance(command, SlowDown):
+            self._sleep_s = command.seconds
         else:
             self._answer(command)
 

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from harness.serving.answers import Answers
 from harness.serving.limits import ApiKey, BodyLimit, refusal
 from harness.serving.metrics import Metrics
-from harness.serving.protocol import AbortRequest, ErrorBody, GenerateRequest
+from harness.serving.protocol import AbortRequest, ErrorBody, GenerateRequest, SlowDownRequest
 from harness.serving.service import ClientLeft, FlushRefused, Refused, Service, Unavailable
 
 MAX_BODY_BYTES = 2 << 20
@@ -131,6 +131,11 @@ def _upkeep(app: FastAPI, service: Service) -> None:
             service.abort_all()
             return {"aborted": True}
         return {"aborted": service.abort(asked.rid)}
+
+    @app.post("/slow_down")
+    async def slow_down(asked: SlowDownRequest) -> Response:
+        service.slow_down(asked.forward_sleep_time or 0.0)
+        return Response()
 
 
 def _facts(app: FastAPI, service: Service, metrics: Metrics) -> None:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 MOST_PROMPTS = 64
 MOST_CHARACTERS = 100_000
 MOST_TOKENS = 100_000
+MOST_SLEEP_S = 1.0
 RID = Annotated[str, Field(min_length=1, max_length=128)]
 Text = Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -80,6 +81,12 @@ class AbortRequest(Strict):
         if (self.rid is None) == (not self.abort_all):
             raise ValueError("exactly one of rid and abort_all is accepted")
         return self
+
+
+class SlowDownRequest(Strict):
+    """``POST /slow_down``: sleep before every step, null to stop; for planted regressions."""
+
+    forward_sleep_time: Annotated[float, Field(ge=0.0, le=MOST_SLEEP_S)] | None
 
 
 class Detail(BaseModel):

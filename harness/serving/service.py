@@ -100,6 +100,14 @@ class Service(Protocol):
         """Abort every request."""
         ...
 
+    def slow_down(self, seconds: float) -> None:
+        """Sleep so long before every step; 0 stops it.
+
+        Raises:
+            Unavailable: not now.
+        """
+        ...
+
     async def flush(self, timeout_s: float) -> int:
         """Empty the prefix cache as soon as nothing runs or waits; how many pages it gave back.
 
