@@ -68,6 +68,7 @@ def sglang(
         # Idle servers of a wave must not keep a core busy while another one is measured.
         argv=(python, "-m", "sglang.launch_server", *words, "--sleep-on-idle", *args),
         url=f"http://127.0.0.1:{port}",
-        env={"HF_HUB_OFFLINE": "1"},
+        # By itself sglang takes port + 10000 for gRPC, which beyond 55535 is no port.
+        env={"HF_HUB_OFFLINE": "1", "SGLANG_GRPC_PORT": str(free_port())},
         ready_s=READY_S,
     )

@@ -83,6 +83,13 @@ def test_servers_of_a_wave_have_ports_of_their_own() -> None:
     assert len({port for one in found for port in (one.port, one.nccl_port)}) == 12
 
 
+def test_the_grpc_port_is_one() -> None:
+    servers = [of_pair("gqa") for _ in range(4)]
+    ports = {int(server.env["SGLANG_GRPC_PORT"]) for server in servers}
+    assert len(ports) == len(servers)
+    assert all(0 < port < 65_536 for port in ports)
+
+
 def test_without_a_draft_nothing_is_speculated() -> None:
     argv = of_pair("gqa", draft=None).argv
     assert not any("speculative" in word for word in argv)
