@@ -16,7 +16,7 @@ from fixtures.crowd import settled
 from fixtures.servers import FreshServer
 
 EXAMPLES = int(os.environ.get("SPECGATE_FUZZ", "12"))
-"""Requests of each kind; SPECGATE_FUZZ=120 sends more than 2,000 in all."""
+"""Requests of each kind; SPECGATE_FUZZ=500 sends about ten times as many in all."""
 
 
 def operations(url: str) -> Iterator[tuple[Any, Any]]:
