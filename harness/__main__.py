@@ -6,10 +6,12 @@ Nothing is imported from them: the harness knows neither, it starts them as a us
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 DIFFERENTIAL = (
@@ -44,6 +46,13 @@ def start(module: str, *args: str) -> int:
             except KeyboardInterrupt:
                 # The terminal told the child too; it ends by itself and keeps its records.
                 continue
+
+
+def become(module: str, *args: str) -> NoReturn:
+    """Go on as ``python -m module args``: signals reach it, and paths stay the user's."""
+    paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    os.execve(sys.executable, [sys.executable, "-m", module, *args], env)
 
 
 def run(report: Path, args: Sequence[str]) -> int:
@@ -135,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args[:1] == ["--"]:
         del args[0]
     if options.verb in HANDED_ON:
-        return start(HANDED_ON[options.verb][0], *args)
+        become(HANDED_ON[options.verb][0], *args)
     if options.verb == "run":
         return run(options.report, args)
     if options.verb == "gpu":

@@ -1,11 +1,12 @@
-"""Waves: the next block of every session, launched side by side, measured one after the other."""
+"""Waves: the next blocks of every session, launched side by side, measured one after the other."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +22,24 @@ from harness.evidence.ruling import Ruling
 SIDE_BY_SIDE = 12
 """Servers that are up at a time."""
 Measure = Callable[[Seat, Arm, Server, Workload], Trial]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A block that is to be measured, and what is measured in it."""
+
+    session: Session
+    index: int
+    workloads: Sequence[Workload]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Due:
+    """A session of which something is undecided: on which workloads, within how many blocks."""
+
+    session: Session
+    workloads: Sequence[Workload]
+    left: int
 
 
 class Watch(Protocol):
@@ -46,7 +65,8 @@ class Waves:
         watch: who is told.
         lines: what the file holds.
         seconds: no wave is begun that would end later, judged by the longest before it.
-        side_by_side: servers up at a time; the block of a session is never torn apart.
+        side_by_side: servers up at a time, as many blocks of every session as that holds; the block
+            of a session is never torn apart.
     """
 
     sessions: Sequence[Session]
@@ -71,49 +91,58 @@ class Waves:
             start = time.monotonic()
             if start - began + longest > self.seconds:
                 break
-            for group in self._groups(due):
-                self._wave(group)
+            turns, at_once = self._turns(due), self._at_once(due)
+            for first in range(0, len(turns), at_once):
+                self._wave(turns[first : first + at_once])
             longest = max(longest, time.monotonic() - start)
             found = findings(self.lines, detectable_too=False)
             self.watch.wave(found)
         return findings(self.lines)
 
-    def _due(self, found: Sequence[Finding]) -> list[tuple[Session, list[Workload]]]:
+    def _due(self, found: Sequence[Finding]) -> list[Due]:
         """Sessions with workloads of which something is undecided.
 
         A planted slowdown that was shown by one metric need not be shown by another.
         """
         due = []
         for session in self.sessions:
-            here = [f for f in found if f.session.id == session.id]
-            undecided = {f.workload.id for f in here if not f.evidence.over}
-            if session.role is Role.PLANTED:
-                undecided -= {f.workload.id for f in here if f.ruling is Ruling.REGRESSED}
-            workloads = [w for w in session.workloads if w.id in undecided]
-            if workloads:
-                due.append((session, workloads))
+            mine = [f for f in found if f.session.id == session.id]
+            shown = {f.workload.id for f in mine if f.ruling is Ruling.REGRESSED}
+            enough = shown if session.role is Role.PLANTED else set()
+            open_ = [f for f in mine if not f.evidence.over and f.workload.id not in enough]
+            undecided = {f.workload.id for f in open_}
+            if open_:
+                due.append(
+                    Due(
+                        session=session,
+                        workloads=[w for w in session.workloads if w.id in undecided],
+                        left=max(f.case.bounds.n_max - f.evidence.blocks for f in open_),
+                    )
+                )
         return due
 
-    def _groups(
-        self, due: Sequence[tuple[Session, list[Workload]]]
-    ) -> Iterator[Sequence[tuple[Session, list[Workload]]]]:
-        places = len(due[0][0].design.orders[0])
-        at_once = max(1, self.side_by_side // places)
-        return (due[start : start + at_once] for start in range(0, len(due), at_once))
+    def _at_once(self, due: Sequence[Due]) -> int:
+        return max(1, self.side_by_side // len(due[0].session.design.orders[0]))
 
-    def _wave(self, group: Sequence[tuple[Session, list[Workload]]]) -> None:
+    def _turns(self, due: Sequence[Due]) -> list[Turn]:
+        """The blocks of a round: every session's next one, then every session's second next."""
+        ahead = max(1, self._at_once(due) // len(due))
+        by_session = [self._next(one, min(ahead, one.left)) for one in due]
+        return [turn for turns in zip_longest(*by_session) for turn in turns if turn]
+
+    def _wave(self, turns: Sequence[Turn]) -> None:
         """One launch a place: two trials of an arm in one block share no luck of a launch."""
         with contextlib.ExitStack() as stack:
             ready = []
-            for session, workloads in group:
-                index, workloads = self._next(session, workloads)
-                for place, letter in enumerate(toss(session.seed, index, session.design)):
+            for turn in turns:
+                session = turn.session
+                for place, letter in enumerate(toss(session.seed, turn.index, session.design)):
                     arm = self.arms[session.role][letter]
-                    name = f"{session.role.name.lower()}-{index}-{place}{letter}.log"
+                    name = f"{session.role.name.lower()}-{turn.index}-{place}{letter}.log"
                     server = arm.start(self.logs / name)
                     stack.callback(server.stop)
-                    seat = Seat(session=session.id, block=index, place=place, arm=letter)
-                    ready.append((seat, arm, server, workloads))
+                    seat = Seat(session=session.id, block=turn.index, place=place, arm=letter)
+                    ready.append((seat, arm, server, turn.workloads))
             for _, _, server, _ in ready:
                 # Whoever fails says so again in its own trials.
                 with contextlib.suppress(SpecgateError):
@@ -122,15 +151,19 @@ class Waves:
                 for workload in workloads:
                     self._add(self.measure(seat, arm, server, workload))
 
-    def _next(self, session: Session, workloads: Sequence[Workload]) -> tuple[int, list[Workload]]:
-        """The next block, and the workloads it is next for: an interruption may have split them."""
+    def _next(self, due: Due, ahead: int) -> list[Turn]:
+        """The next blocks; an interruption may have split a block's workloads."""
+        session, workloads = due.session, due.workloads
         mine = [t for t in self.lines if isinstance(t, Trial) and t.session == session.id]
         done = {
             workload: len(complete(session, [t for t in mine if t.workload == workload.id]))
             for workload in workloads
         }
-        index = min(done.values())
-        return index, [workload for workload in workloads if done[workload] == index]
+        first = min(done.values())
+        return [
+            Turn(session=session, index=i, workloads=[w for w in workloads if done[w] <= i])
+            for i in range(first, first + ahead)
+        ]
 
     def _add(self, trial: Trial) -> None:
         append(self.out, trial)

@@ -167,10 +167,16 @@ def test_blocks_follow_the_coin_and_servers_of_a_wave_run_side_by_side(
     tmp_path, monkeypatch, design
 ):
     lab = Lab(monkeypatch)
-    lab.run(tmp_path / "bench.jsonl", design=design, workloads=(SMALL, LARGE), blocks_at_most=3)
-    lines = list(read(tmp_path / "bench.jsonl"))
     places = len(design.orders[0])
-    assert lab.most_up == 3 * places
+    lab.run(
+        tmp_path / "bench.jsonl",
+        design=design,
+        workloads=(SMALL, LARGE),
+        blocks_at_most=3,
+        side_by_side=6 * places,
+    )
+    lines = list(read(tmp_path / "bench.jsonl"))
+    assert lab.most_up == 6 * places  # two blocks of each of three sessions
     assert not lab.up
     for session in (line for line in lines if isinstance(line, Session)):
         for workload in ("small", "large"):
@@ -216,7 +222,9 @@ def test_an_interrupted_run_goes_on_at_the_block_it_was_in(tmp_path, monkeypatch
 def test_bad_conditions_make_it_invalid_and_never_a_failure(tmp_path, monkeypatch):
     lab = Lab(monkeypatch, slower=0.2)
     lab.load = 0.7
-    found = lab.run(tmp_path / "bench.jsonl", roles=(Role.CANDIDATE,), blocks_at_most=4)
+    found = lab.run(
+        tmp_path / "bench.jsonl", roles=(Role.CANDIDATE,), blocks_at_most=4, side_by_side=2
+    )
     assert {f.ruling for f in found} == {Ruling.INVALID}
     assert any("load: 0.7, 0.7" in reason for reason in found[0].reasons)
     assert found[0].evidence.dropped == 3  # more than half of the four that may be valid
@@ -225,7 +233,7 @@ def test_bad_conditions_make_it_invalid_and_never_a_failure(tmp_path, monkeypatc
 def test_no_wave_begins_that_would_end_too_late(tmp_path, monkeypatch):
     now = iter(range(0, 10_000, 10))
     monkeypatch.setattr(waves.time, "monotonic", lambda: float(next(now)))
-    found = Lab(monkeypatch).run(tmp_path / "bench.jsonl", seconds=45.0)
+    found = Lab(monkeypatch).run(tmp_path / "bench.jsonl", seconds=45.0, side_by_side=6)
     assert {f.evidence.blocks for f in found} == {2}
     assert {f.ruling for f in found} == {Ruling.INCONCLUSIVE}
 

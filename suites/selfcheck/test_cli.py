@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -203,3 +205,23 @@ def test_wheels_fill_the_folder_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert cli.main(["wheels"]) == cli.main(["wheels", "--into", "kept"]) == 0
     module = "harness.upstream.wheel"
     assert stand_in.calls == [(module,), (module, "--into", str(tmp_path / "kept"))]
+
+
+@pytest.mark.parametrize("verb", ["bench", "compare", "serve"])
+def test_a_verb_with_its_own_command_line_becomes_that_program(
+    monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    became: list[tuple[str, list[str], dict[str, str]]] = []
+
+    def execve(*call: Any) -> None:
+        became.append(call)
+        raise SystemExit
+
+    monkeypatch.setattr(cli.os, "execve", execve)
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    with pytest.raises(SystemExit):
+        cli.main([verb, "--help"])
+    [(program, argv, env)] = became
+    assert program == argv[0] == sys.executable
+    assert argv[1:] == ["-m", cli.HANDED_ON[verb][0], "--help"]
+    assert env["PYTHONPATH"] == f"{cli.ROOT}:/elsewhere"

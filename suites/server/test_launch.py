@@ -17,9 +17,11 @@ import pytest
 from fixtures.stub_server import Reply, StubServer, script
 from harness.errors import NotReady, ServerError
 from harness.serving import launch as launching
-from harness.serving.launch import ROOT, Launch, Running, attached, free_port, launch
+from harness.serving.client import Client
+from harness.serving.launch import ROOT, Launch, Running, attached, embedded, free_port, launch
 
 SOON_S = 10.0
+READY_S = 60.0
 
 
 def stub(*traits: str, **fields: object) -> Launch:
@@ -45,8 +47,8 @@ def alive(found: list[int]) -> list[int]:
     return [pid for pid in found if psutil.pid_exists(pid)]
 
 
-def eventually(holds: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + SOON_S
+def eventually(holds: Callable[[], bool], within_s: float = SOON_S) -> bool:
+    deadline = time.monotonic() + within_s
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.02)
     return holds()
@@ -200,3 +202,21 @@ def test_an_absent_server_is_not_attached_to(log: Path, monkeypatch: pytest.Monk
 
 def test_a_port_is_given_once() -> None:
     assert len({free_port() for _ in range(500)}) == 500
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_a_user_ends_leaves_nothing_behind(log: Path, number: signal.Signals) -> None:
+    spec = embedded("gqa")
+    log.parent.mkdir()
+    with log.open("wb") as output, subprocess.Popen(spec.argv, cwd=ROOT, stdout=output) as served:
+        try:
+            assert eventually(Client(spec.url).health, READY_S), log.read_text()
+            engines = psutil.Process(served.pid).children(recursive=True)
+            assert engines
+            served.send_signal(number)
+            served.wait(SOON_S)
+        finally:
+            served.kill()
+    assert eventually(lambda: not any(engine.is_running() for engine in engines))
+    with pytest.raises(ServerError):
+        Client(spec.url).server_info()
