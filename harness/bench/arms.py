@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,6 +52,18 @@ class Server(Protocol):
 
     def stop(self) -> None:
         """End it."""
+
+
+@contextmanager
+def stopped_together() -> Iterator[list[Server]]:
+    """Servers that are put on the list are stopped in the end, side by side."""
+    started: list[Server] = []
+    try:
+        yield started
+    finally:
+        with ThreadPoolExecutor(max(1, len(started))) as threads:
+            for stopping in [threads.submit(server.stop) for server in started]:
+                stopping.result()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from harness.bench.arms import stopped_together
 from harness.bench.findings import Finding
 from harness.bench.live import Screen
 from harness.bench.plan import Levels, Setup, check_resumed, sessions
@@ -90,11 +90,11 @@ class Run:
         """
         levels: dict[str, dict[tuple[str, str], float]] = {"A": {}, "B": {}}
         arms = self.setup.arms(self.setup.roles[0])
-        with contextlib.ExitStack() as stack:
+        with stopped_together() as started:
             ready = []
             for letter, arm in arms.items():
                 server = arm.start(logs / f"rehearsal-{letter}.log")
-                stack.callback(server.stop)
+                started.append(server)
                 ready.append((letter, arm, server))
             for letter, arm, server in ready:
                 seat = Seat(session="rehearsal", block=0, place=0, arm=letter)

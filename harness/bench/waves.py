@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Protocol
 
-from harness.bench.arms import Arm, Server
+from harness.bench.arms import Arm, Server, stopped_together
 from harness.bench.blocks import complete
 from harness.bench.findings import Finding, findings
 from harness.bench.record import Line, Role, Session, Trial, Workload, append
@@ -132,7 +132,7 @@ class Waves:
 
     def _wave(self, turns: Sequence[Turn]) -> None:
         """One launch a place: two trials of an arm in one block share no luck of a launch."""
-        with contextlib.ExitStack() as stack:
+        with stopped_together() as started:
             ready = []
             for turn in turns:
                 session = turn.session
@@ -140,7 +140,7 @@ class Waves:
                     arm = self.arms[session.role][letter]
                     name = f"{session.role.name.lower()}-{turn.index}-{place}{letter}.log"
                     server = arm.start(self.logs / name)
-                    stack.callback(server.stop)
+                    started.append(server)
                     seat = Seat(session=session.id, block=turn.index, place=place, arm=letter)
                     ready.append((seat, arm, server, turn.workloads))
             for _, _, server, _ in ready:

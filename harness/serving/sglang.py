@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,6 +70,11 @@ def sglang(
         argv=(python, "-m", "sglang.launch_server", *words, "--sleep-on-idle", *args),
         url=f"http://127.0.0.1:{port}",
         # By itself sglang takes port + 10000 for gRPC, which beyond 55535 is no port.
-        env={"HF_HUB_OFFLINE": "1", "SGLANG_GRPC_PORT": str(free_port())},
+        env={
+            "HF_HUB_OFFLINE": "1",
+            "SGLANG_GRPC_PORT": str(free_port()),
+            # A thread a core in each of a wave's processes would make them wait for each other.
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        },
         ready_s=READY_S,
     )
