@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,11 +34,16 @@ KINDS: dict[str, tuple[str, ...]] = {
     "embedded": (*COMMON, *EMBEDDED),
     "sglang": (*COMMON, "backend", "target", "draft", "args", *SGLANG),
 }
+STRAGGLER = 2.5
+"""Times that half of a wave's servers took to be well: another is not waited for any longer."""
 VERSIONS = "import importlib.metadata as m, sys; print(*(m.version(p) for p in sys.argv[1:]))"
 
 
 class Server(Protocol):
     """What is measured: started, ready, stopped."""
+
+    patience_s: float
+    """From its start until it must be well."""
 
     @property
     def url(self) -> str:
@@ -52,6 +58,28 @@ class Server(Protocol):
 
     def stop(self) -> None:
         """End it."""
+
+
+def wait_together(servers: Sequence[Server]) -> None:
+    """Wait until all are well or given up: a hung one must not cost a wave its own long deadline.
+
+    Who is given up says so in its trials, and to whoever waits for it again.
+    """
+    half = -(-len(servers) // 2)
+    with ThreadPoolExecutor(len(servers)) as threads:
+        waiting = [threads.submit(server.wait_ready) for server in servers]
+        try:
+            well = (each for each in as_completed(waiting) if not each.exception())
+            for middle in islice(well, half - 1, half):
+                _lower_patience(servers, STRAGGLER * middle.result())
+        except BaseException:
+            _lower_patience(servers, 0.0)
+            raise
+
+
+def _lower_patience(servers: Sequence[Server], patience_s: float) -> None:
+    for server in servers:
+        server.patience_s = min(server.patience_s, patience_s)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from harness.bench.arms import stopped_together
+from harness.bench.arms import stopped_together, wait_together
 from harness.bench.findings import Finding
 from harness.bench.live import Screen
 from harness.bench.plan import Levels, Setup, check_resumed, sessions
@@ -96,6 +96,7 @@ class Run:
                 server = arm.start(logs / f"rehearsal-{letter}.log")
                 started.append(server)
                 ready.append((letter, arm, server))
+            wait_together(started)
             for letter, arm, server in ready:
                 seat = Seat(session="rehearsal", block=0, place=0, arm=letter)
                 for workload in self.setup.workloads:

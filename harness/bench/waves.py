@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,12 +9,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Protocol
 
-from harness.bench.arms import Arm, Server, stopped_together
+from harness.bench.arms import Arm, Server, stopped_together, wait_together
 from harness.bench.blocks import complete
 from harness.bench.findings import Finding, findings
 from harness.bench.record import Line, Role, Session, Trial, Workload, append
 from harness.bench.trial import Seat
-from harness.errors import SpecgateError
 from harness.evidence.blocks import toss
 from harness.evidence.ruling import Ruling
 
@@ -143,10 +141,7 @@ class Waves:
                     started.append(server)
                     seat = Seat(session=session.id, block=turn.index, place=place, arm=letter)
                     ready.append((seat, arm, server, turn.workloads))
-            for _, _, server, _ in ready:
-                # Whoever fails says so again in its own trials.
-                with contextlib.suppress(SpecgateError):
-                    server.wait_ready()
+            wait_together(started)
             for seat, arm, server, workloads in ready:
                 for workload in workloads:
                     self._add(self.measure(seat, arm, server, workload))

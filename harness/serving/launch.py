@@ -50,11 +50,14 @@ class Running:
     Args:
         spec: how.
         log: file of its output, overwritten.
+
+    Attributes:
+        patience_s: from its start until it must be well; may be lowered while it is waited for.
     """
 
     def __init__(self, spec: Launch, log: Path) -> None:
         self.spec, self.log, self.url = spec, log, spec.url
-        self.started = time.monotonic()
+        self.started, self.patience_s = time.monotonic(), spec.ready_s
         self._guard = _guarded(spec, log) if spec.argv else None
 
     @property
@@ -73,12 +76,12 @@ class Running:
         Raises:
             NotReady: it ended first, or the deadline passed.
         """
-        client, deadline = Client(self.url), self.started + self.spec.ready_s
+        client = Client(self.url)
         while not client.health():
             if self._guard and (code := self._guard.poll()) is not None:
                 raise NotReady(f"{self._who} ended with {code} before it was ready{self._end()}")
-            if time.monotonic() > deadline:
-                raise NotReady(f"{self._who} not ready after {self.spec.ready_s:g} s{self._end()}")
+            if time.monotonic() > self.started + self.patience_s:
+                raise NotReady(f"{self._who} not ready after {self.patience_s:.4g} s{self._end()}")
             time.sleep(POLL_S)
         return time.monotonic() - self.started
 

@@ -28,6 +28,7 @@ URL = "url:http://127.0.0.1:9"
 class FakeServer:
     def __init__(self, lab, log, arm):
         self.url, self.pid, self._lab, self.arm = f"http://{log.stem}", None, lab, arm
+        self.patience_s = 300.0
         lab.events.append(("start", arm))
         lab.up.add(self)
 
