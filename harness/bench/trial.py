@@ -44,7 +44,8 @@ class Trials:
     Args:
         prompts: of a workload.
         watch: a probe of this machine, for a server.
-        warm_ups, passes: of every workload; every pass is behind a flush of its own.
+        warm_ups: of every workload on every server, before it is first measured there.
+        passes: of every trial; every pass is behind a flush of its own.
         connect, empty: client and flush of a URL.
     """
 
@@ -54,6 +55,8 @@ class Trials:
     passes: int = PASSES
     connect: Callable[[str], Client] = Client
     empty: Callable[[str], Flushed] = flush
+    warm: dict[tuple[str, str], float] = field(default_factory=dict, repr=False)
+    """Milliseconds a step by (URL, workload), of what has been warmed up."""
 
     def run(self, seat: Seat, arm: Arm, server: Server, workload: Workload) -> Trial:
         """Measure; whatever the server does wrong makes the trial invalid and is its reason."""
@@ -78,8 +81,14 @@ class Trials:
         def send() -> Pass:
             return drive(lambda: self.connect(server.url), workload, prompts)
 
-        warm = [send() for _ in range(self.warm_ups)]
-        with self._slowed(measured, arm, server, warm), self.watch(server) as probe:
+        where = (server.url, workload.id)
+        if where not in self.warm:
+            passes = [send() for _ in range(self.warm_ups)]
+            self.warm[where] = metrics(passes[1:] or passes).get("step_time", 0.0)
+        with (
+            self._slowed(measured, arm, server, self.warm[where]),
+            self.watch(server) as probe,
+        ):
             for _ in range(self.passes):
                 measured.flushes.append(self.empty(server.url))
                 measured.passes.append(send())
@@ -87,13 +96,12 @@ class Trials:
 
     @contextmanager
     def _slowed(
-        self, measured: _Measured, arm: Arm, server: Server, warm: Sequence[Pass]
+        self, measured: _Measured, arm: Arm, server: Server, step_ms: float
     ) -> Iterator[None]:
         """Plant the arm's slowdown in a server that does not slow itself, and take it out again."""
         if not arm.slowdown or arm.slows_itself:
             yield
             return
-        step_ms = metrics(warm[-1:]).get("step_time", 0.0)
         measured.sleep_s = min(arm.slowdown * step_ms / 1e3, MOST_SLEEP_S)
         client = self.connect(server.url)
         client.slow_down(measured.sleep_s)

@@ -19,6 +19,9 @@ class Design(StrEnum):
     """One run an arm: half the launches."""
     QUADS = "ABBA/BAAB"
     """Two runs an arm, which a linear drift cannot tell apart."""
+    THUE_MORSE = "ABBABAABBAABABBABAABABBAABBABAAB/BAABABBAABBABAABABBABAABBAABABBA"
+    """Sixteen short runs an arm, for one server that is switched: a machine that is fast and slow
+    for seconds, and drifts up to the fourth degree, meet both arms alike."""
 
     @property
     def orders(self) -> tuple[str, str]:
