@@ -13,6 +13,7 @@ from ci.bench.row import CONTROLS, Row
 from harness.bench.findings import WORST_FIRST, Finding, Night, findings, verdict
 from harness.bench.record import ArmFacts, Line, Session, Trial, read
 from harness.errors import UsageError
+from harness.evidence.conditions import unasked
 from harness.record import Environment
 
 IMAGE = ("platform", "driver", "cuda", "torch", "triton", "flashinfer", "sgl_kernel")
@@ -116,6 +117,12 @@ class Book:
                 said = ", ".join(f"{n} {ruling}" for ruling, n in _counts(rows).items())
                 lines.append(f"control {session.role}, should be {accepted}: {said}")
         return lines
+
+    @property
+    def unasked(self) -> list[str]:
+        """One line of the conditions that no trial vouches for, none where all were asked."""
+        names = unasked([trial.conditions for trial in self.trials])
+        return [f"nobody asked: {', '.join(names)}"] if names else []
 
     @property
     def reasons(self) -> tuple[str, ...]:

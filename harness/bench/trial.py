@@ -15,7 +15,7 @@ from harness.bench.arms import Arm, Server
 from harness.bench.load import Pass, Prompt, drive
 from harness.bench.metrics import metrics
 from harness.bench.probe import Probe
-from harness.bench.record import Trial, Workload
+from harness.bench.record import Sample, Trial, Workload
 from harness.errors import SpecgateError
 from harness.evidence.conditions import Conditions
 from harness.serving.client import Client
@@ -70,7 +70,7 @@ class Trials:
         return Trial(
             **vars(seat),
             workload=workload.id,
-            **measured.fields(),
+            **measured.fields(workload),
             started=started,
             seconds=time.monotonic() - clock,
         )
@@ -121,7 +121,7 @@ class _Measured:
     wrong: list[str] = field(default_factory=list)
     sleep_s: float = 0.0
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self, workload: Workload) -> dict[str, Any]:
         """Of ``Trial``, as far as measuring gives them."""
         samples = tuple(sample for one in self.passes for sample in one.samples)
         failures = tuple(line for one in self.passes for line in one.failures)
@@ -143,4 +143,15 @@ class _Measured:
             "flush_seconds": sum(flushed.seconds for flushed in self.flushes),
             "invalid": (*self.wrong, *failures[:3]),
             "slept_s": self.sleep_s,
+            "counts": {} if self.wrong or failures else _counts(workload, samples),
         }
+
+
+def _counts(workload: Workload, samples: Sequence[Sample]) -> dict[str, int]:
+    """What one request at a time makes exact; beside others, batches differ by who came when."""
+    if workload.batch_size > 1:
+        return {}
+    return {
+        "completion_tokens": sum(sample.completion_tokens for sample in samples),
+        "spec_verify_ct": sum(sample.spec_verify_ct for sample in samples),
+    }

@@ -120,7 +120,7 @@ class Waves:
         return due
 
     def _at_once(self, due: Sequence[Due]) -> int:
-        return max(1, self.side_by_side // len(due[0].session.design.orders[0]))
+        return max(1, self.side_by_side // due[0].session.design.launches)
 
     def _turns(self, due: Sequence[Due]) -> list[Turn]:
         """The blocks of a round: every session's next one, then every session's second next."""
@@ -129,22 +129,29 @@ class Waves:
         return [turn for turns in zip_longest(*by_session) for turn in turns if turn]
 
     def _wave(self, turns: Sequence[Turn]) -> None:
-        """One launch a place: two trials of an arm in one block share no luck of a launch."""
         with stopped_together() as started:
-            ready = []
-            for turn in turns:
-                session = turn.session
-                for place, letter in enumerate(toss(session.seed, turn.index, session.design)):
-                    arm = self.arms[session.role][letter]
-                    name = f"{session.role.name.lower()}-{turn.index}-{place}{letter}.log"
-                    server = arm.start(self.logs / name)
-                    started.append(server)
-                    seat = Seat(session=session.id, block=turn.index, place=place, arm=letter)
-                    ready.append((seat, arm, server, turn.workloads))
+            servers = [self._launch(turn, started) for turn in turns]
             wait_together(started)
-            for seat, arm, server, workloads in ready:
-                for workload in workloads:
-                    self._add(self.measure(seat, arm, server, workload))
+            for turn, by_place in zip(turns, servers, strict=True):
+                for workload in turn.workloads:
+                    for seat, arm, server in by_place:
+                        self._add(self.measure(seat, arm, server, workload))
+
+    def _launch(self, turn: Turn, started: list[Server]) -> list[tuple[Seat, Arm, Server]]:
+        """Start what a block needs; who measures where, in run order."""
+        session, by_place = turn.session, []
+        launched: dict[str, Server] = {}
+        order = toss(session.seed, turn.index, session.design)
+        for place, letter in enumerate(order):
+            arm = self.arms[session.role][letter]
+            name = letter if session.design.launches < len(order) else f"{place}{letter}"
+            if name not in launched:
+                log = f"{session.role.name.lower()}-{turn.index}-{name}.log"
+                launched[name] = arm.start(self.logs / log)
+                started.append(launched[name])
+            seat = Seat(session=session.id, block=turn.index, place=place, arm=letter)
+            by_place.append((seat, arm, launched[name]))
+        return by_place
 
     def _next(self, due: Due, ahead: int) -> list[Turn]:
         """The next blocks; an interruption may have split a block's workloads."""

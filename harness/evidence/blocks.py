@@ -20,14 +20,19 @@ class Design(StrEnum):
     QUADS = "ABBA/BAAB"
     """Two runs an arm, which a linear drift cannot tell apart."""
     THUE_MORSE = "ABBABAABBAABABBABAABABBAABBABAAB/BAABABBAABBABAABABBABAABBAABABBA"
-    """Sixteen short runs an arm, for one server that is switched: a machine that is fast and slow
-    for seconds, and drifts up to the fourth degree, meet both arms alike."""
+    """Sixteen short runs an arm on one launch: a machine that is fast and slow for seconds, and
+    drifts up to the fourth degree, meet both arms alike."""
 
     @property
     def orders(self) -> tuple[str, str]:
         """The two orders; each is the other with the arms swapped."""
         tails, heads = self.value.split("/")
         return tails, heads
+
+    @property
+    def launches(self) -> int:
+        """Servers of a block: one an arm, or one a run where runs are to share no launch's luck."""
+        return 2 if self is Design.THUE_MORSE else len(self.orders[0])
 
 
 def toss(seed: str, index: int, design: Design) -> str:

@@ -1,18 +1,14 @@
 """A trial warms up, proves its flushes and times every request; numbers are worked out by hand."""
 
-import os
-import socket
 import threading
 import time
 from dataclasses import replace
 
 import pytest
 
-from harness.bench import gpu, probe
 from harness.bench.arms import parse
 from harness.bench.load import Pass, drive, one
 from harness.bench.metrics import metrics
-from harness.bench.probe import Probe
 from harness.bench.prompts import prompts
 from harness.bench.record import Sample, Workload
 from harness.bench.trial import Seat, Trials
@@ -166,6 +162,23 @@ def test_every_measured_pass_is_behind_a_flush_and_warm_ups_are_not_counted():
     assert trial.metrics["accept_length"] == pytest.approx(2.5)
 
 
+def test_a_server_is_warmed_up_once_for_each_workload():
+    log, warm, measured = [], ["sent"] * 6, (["flush"] + ["sent"] * 6) * 2
+    made = trials(log)
+    for workload in (LOOP, LOOP, replace(LOOP, id="other")):
+        made.run(SEAT, parse("embedded:"), Server(), workload)
+    assert [entry[0] for entry in log] == [*warm, *measured, *measured, *warm, *measured]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "counts"),
+    [(1, {"completion_tokens": 60, "spec_verify_ct": 24}), (2, {})],
+)
+def test_counts_are_exact_where_requests_come_one_by_one(batch_size, counts):
+    workload = replace(LOOP, batch_size=batch_size)
+    assert trials([]).run(SEAT, parse("embedded:"), Server(), workload).counts == counts
+
+
 def test_a_server_that_does_not_slow_itself_is_asked_to_sleep_behind_the_warm_up():
     log = []
     arm = parse("url:http://server").planted(0.05)
@@ -226,87 +239,3 @@ def test_prompts_follow_from_the_id_and_begin_with_different_tokens():
         prompts(LOOP, [1, 2, 3, 4, 1, 2])
     with pytest.raises(UsageError, match="workload loop"):
         prompts(replace(LOOP, input_len=81), text)
-
-
-class Gpu:
-    machine, pcie_full = "driver 1, MIG off", False
-
-    def __init__(self):
-        self.reads = 0
-
-    def read(self):
-        self.reads += 1
-        return gpu.Reading(
-            mhz=1000.0 if self.reads == 1 else 1980.0,
-            celsius=40.0 + self.reads,
-            throttled=("power brake",) if self.reads == 2 else (),
-            capped=self.reads == 1,
-            processes=frozenset({10, 11} if self.reads < 3 else {10, 11, 99}),
-        )
-
-
-def test_a_probe_tells_what_the_gpu_did_and_who_else_computed(monkeypatch):
-    monkeypatch.setattr(probe, "PERIOD_S", 0.001)
-    fake = Gpu()
-    with Probe(gpu=fake, present=frozenset({10})) as watched:
-        while fake.reads < 5:
-            time.sleep(0.001)
-    facts = watched.facts()
-    assert facts["foreign_processes"] == 2  # 10 was there before any server, 99 came
-    assert facts["throttled"] == ("power brake",)
-    assert facts["capped"] == pytest.approx(1 / fake.reads)
-    assert facts["mhz"] == 1980.0
-    assert facts["celsius"] == 40.0 + fake.reads
-    assert (facts["machine"], facts["pcie_full"]) == ("driver 1, MIG off", False)
-
-
-def test_without_a_gpu_only_the_host_is_told_and_our_own_work_is_no_load(monkeypatch):
-    clocks = iter([(0.0, 100.0, 10.0), (10.0, 109.0, 16.0)])
-    monkeypatch.setattr(Probe, "_clocks", lambda _: next(clocks))
-    monkeypatch.setattr(probe.psutil, "cpu_count", lambda: 2)
-    with Probe() as watched:
-        pass
-    # Nine seconds of work in ten, six of them ours, on two cores.
-    assert watched.facts() == {"load": pytest.approx(0.15)}
-
-
-def test_our_work_is_that_of_this_process_and_of_the_servers():
-    with Probe(leaders=[2**22 - 1]) as watched:
-        wall, busy, own = watched._clocks()
-    assert wall > 0
-    assert 0.0 < own <= busy
-
-
-def test_a_machine_without_nvml_has_no_gpu(monkeypatch):
-    def absent():
-        raise gpu.pynvml.NVMLError(gpu.pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-
-    monkeypatch.setattr(gpu.pynvml, "nvmlInit", absent)
-    assert gpu.first() is None
-
-
-@pytest.mark.parametrize("fault", [None, PermissionError])
-def test_priority_is_raised_where_that_is_allowed(monkeypatch, fault):
-    asked = []
-
-    def set_priority(*args):
-        asked.append(args)
-        if fault:
-            raise fault
-
-    monkeypatch.setattr(probe.os, "setpriority", set_priority)
-    probe.rise()
-    assert asked == [(probe.os.PRIO_PROCESS, 0, -10)]
-
-
-def test_whoever_listens_at_a_url_is_its_server(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-        assert probe.listeners(f"http://127.0.0.1:{port}") == [os.getpid()]
-    assert probe.listeners(f"http://127.0.0.1:{port}") == []
-
-    def denied(**_):
-        raise probe.psutil.AccessDenied
-
-    monkeypatch.setattr(probe.psutil, "net_connections", denied)
-    assert probe.listeners("http://127.0.0.1:80") == []

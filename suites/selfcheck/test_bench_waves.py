@@ -168,16 +168,15 @@ def test_blocks_follow_the_coin_and_servers_of_a_wave_run_side_by_side(
     tmp_path, monkeypatch, design
 ):
     lab = Lab(monkeypatch)
-    places = len(design.orders[0])
     lab.run(
         tmp_path / "bench.jsonl",
         design=design,
         workloads=(SMALL, LARGE),
         blocks_at_most=3,
-        side_by_side=6 * places,
+        side_by_side=6 * design.launches,
     )
     lines = list(read(tmp_path / "bench.jsonl"))
-    assert lab.most_up == 6 * places  # two blocks of each of three sessions
+    assert lab.most_up == 6 * design.launches  # two blocks of each of three sessions
     assert not lab.up
     for session in (line for line in lines if isinstance(line, Session)):
         for workload in ("small", "large"):

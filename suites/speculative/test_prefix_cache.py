@@ -9,6 +9,7 @@ import torch
 
 from fixtures.tiny_engine import BACKENDS, NEW, Rig
 from harness.engine.generate import Engine
+from harness.engine.plan_stream import RecordedStreams
 from harness.engine.request import Request
 from harness.engine.speculation import Speculation, Version
 from harness.errors import ContractError, UsageError
@@ -43,12 +44,16 @@ def balanced(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    ("name", "streams"),
+    [("plain", None), ("v1", None), ("v2", None), ("v2", RecordedStreams)],
+    ids=["plain", "v1", "v2", "v2_overlap"],
+)
 @torch.inference_mode()
-def test_warm_answers_are_the_oracles(rig, name, graphs):
+def test_warm_answers_are_the_oracles(rig, name, streams, graphs):
     spec = SPECS[name]
     due = {len(p): rig.expected(p, spec or SPECS["v2"]) for p in (FIRST, FORKED, LONGER)}
-    engine = rig.engine(spec, graphs=graphs, prefix_cache=True)
+    engine = rig.engine(spec, graphs=graphs, streams=streams and streams(), prefix_cache=True)
     cold = finish(engine, FIRST)[0]
     warm = finish(engine, FORKED, LONGER, FIRST)
     assert [r.generation.cached_tokens for r in (cold, *warm)] == [0, 4, 8, 8]
