@@ -11,7 +11,8 @@ from pathlib import Path
 from ci.bench.history import Entry
 from ci.bench.row import CONTROLS, Row
 from harness.bench.findings import WORST_FIRST, Finding, Night, findings, verdict
-from harness.bench.record import ArmFacts, Line, Session, Trial, read
+from harness.bench.lines import read
+from harness.bench.record import ArmFacts, Line, Session, Trial
 from harness.errors import UsageError
 from harness.evidence.conditions import unasked
 from harness.record import Environment

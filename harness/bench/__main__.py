@@ -10,8 +10,9 @@ from pathlib import Path
 from rich.console import Console
 
 from harness.bench.findings import findings, verdict
+from harness.bench.lines import read
 from harness.bench.live import conclude
-from harness.bench.record import Line, read
+from harness.bench.record import Line
 from harness.errors import SpecgateError
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from harness.bench.record import ArmFacts
+from harness.bench.servers import Server
 from harness.errors import ContractError, UsageError, rejected
 from harness.serving import launch
 from harness.serving.sglang import sglang
@@ -34,64 +32,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "embedded": (*COMMON, *EMBEDDED),
     "sglang": (*COMMON, "backend", "target", "draft", "args", *SGLANG),
 }
-STRAGGLER = 2.5
-"""Times that half of a wave's servers took to be well: another is not waited for any longer."""
 VERSIONS = "import importlib.metadata as m, sys; print(*(m.version(p) for p in sys.argv[1:]))"
-
-
-class Server(Protocol):
-    """What is measured: started, ready, stopped."""
-
-    patience_s: float
-    """From its start until it must be well."""
-
-    @property
-    def url(self) -> str:
-        """Where it answers."""
-
-    @property
-    def pid(self) -> int | None:
-        """Of its first process, None of one that was not started here."""
-
-    def wait_ready(self) -> float:
-        """Seconds until it was well."""
-
-    def stop(self) -> None:
-        """End it."""
-
-
-def wait_together(servers: Sequence[Server]) -> None:
-    """Wait until all are well or given up: a hung one must not cost a wave its own long deadline.
-
-    Who is given up says so in its trials, and to whoever waits for it again.
-    """
-    half = -(-len(servers) // 2)
-    with ThreadPoolExecutor(len(servers)) as threads:
-        waiting = [threads.submit(server.wait_ready) for server in servers]
-        try:
-            well = (each for each in as_completed(waiting) if not each.exception())
-            for middle in islice(well, half - 1, half):
-                _lower_patience(servers, STRAGGLER * middle.result())
-        except BaseException:
-            _lower_patience(servers, 0.0)
-            raise
-
-
-def _lower_patience(servers: Sequence[Server], patience_s: float) -> None:
-    for server in servers:
-        server.patience_s = min(server.patience_s, patience_s)
-
-
-@contextmanager
-def stopped_together() -> Iterator[list[Server]]:
-    """Servers that are put on the list are stopped in the end, side by side."""
-    started: list[Server] = []
-    try:
-        yield started
-    finally:
-        with ThreadPoolExecutor(max(1, len(started))) as threads:
-            for stopping in [threads.submit(server.stop) for server in started]:
-                stopping.result()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.bench.findings import Finding, findings
-from harness.bench.record import Role, Trial, read
+from harness.bench.lines import read
+from harness.bench.record import Role, Trial
 from harness.evidence.ruling import Ruling
 from harness.serving.launch import embedded, launch
 

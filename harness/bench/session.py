@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
-from harness.bench.arms import stopped_together, wait_together
 from harness.bench.findings import Finding
+from harness.bench.lines import append, mend, read
 from harness.bench.live import Screen
 from harness.bench.plan import Levels, Setup, check_resumed, sessions
-from harness.bench.record import Line, Session, append, read
+from harness.bench.record import Line, Session
+from harness.bench.servers import stopped_together
 from harness.bench.trial import Seat
 from harness.bench.waves import SIDE_BY_SIDE, Measure, Waves
 from harness.errors import ContractError, UsageError, rejected
@@ -94,9 +94,8 @@ class Run:
             ready = []
             for letter, arm in arms.items():
                 server = arm.start(logs / f"rehearsal-{letter}.log")
-                started.append(server)
+                started[arm.spec].append(server)
                 ready.append((letter, arm, server))
-            wait_together(started)
             for letter, arm, server in ready:
                 seat = Seat(session="rehearsal", block=0, place=0, arm=letter)
                 for workload in self.setup.workloads:
@@ -106,10 +105,3 @@ class Run:
                         raise ContractError(f"rehearsal of arm {letter}, {workload.id}: {why}")
                     levels[letter] |= {(workload.id, m): x for m, x in trial.metrics.items()}
         return {key: x for key, x in levels["A"].items() if key in levels["B"]}
-
-
-def mend(path: Path) -> None:
-    """Cut off a last line that was not written to its end, so that the next one starts anew."""
-    with path.open("rb+") as file:
-        file.truncate(file.read().rfind(b"\n") + 1)
-        os.fsync(file.fileno())

@@ -11,11 +11,12 @@ from typing import Any
 
 import requests
 
-from harness.bench.arms import Arm, Server
+from harness.bench.arms import Arm
 from harness.bench.load import Pass, Prompt, drive
 from harness.bench.metrics import metrics
 from harness.bench.probe import Probe
 from harness.bench.record import Sample, Trial, Workload
+from harness.bench.servers import Server
 from harness.errors import SpecgateError
 from harness.evidence.conditions import Conditions
 from harness.serving.client import Client

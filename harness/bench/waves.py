@@ -9,10 +9,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Protocol
 
-from harness.bench.arms import Arm, Server, stopped_together, wait_together
+from harness.bench.arms import Arm
 from harness.bench.blocks import complete
 from harness.bench.findings import Finding, findings
-from harness.bench.record import Line, Role, Session, Trial, Workload, append
+from harness.bench.lines import append
+from harness.bench.record import Line, Role, Session, Trial, Workload
+from harness.bench.servers import Server, Started, stopped_together, wait_together
 from harness.bench.trial import Seat
 from harness.evidence.blocks import toss
 from harness.evidence.ruling import Ruling
@@ -137,7 +139,7 @@ class Waves:
                     for seat, arm, server in by_place:
                         self._add(self.measure(seat, arm, server, workload))
 
-    def _launch(self, turn: Turn, started: list[Server]) -> list[tuple[Seat, Arm, Server]]:
+    def _launch(self, turn: Turn, started: Started) -> list[tuple[Seat, Arm, Server]]:
         """Start what a block needs; who measures where, in run order."""
         session, by_place = turn.session, []
         launched: dict[str, Server] = {}
@@ -148,7 +150,7 @@ class Waves:
             if name not in launched:
                 log = f"{session.role.name.lower()}-{turn.index}-{name}.log"
                 launched[name] = arm.start(self.logs / log)
-                started.append(launched[name])
+                started[arm.spec].append(launched[name])
             seat = Seat(session=session.id, block=turn.index, place=place, arm=letter)
             by_place.append((seat, arm, launched[name]))
         return by_place

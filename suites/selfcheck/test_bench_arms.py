@@ -15,17 +15,10 @@ from harness.bench import __main__ as compare
 from harness.bench import gpu, selfcheck
 from harness.bench.arms import parse
 from harness.bench.findings import findings
+from harness.bench.lines import append
 from harness.bench.live import Screen, percent
 from harness.bench.plan import Setup
-from harness.bench.record import (
-    ArmFacts,
-    CasePlan,
-    Role,
-    Session,
-    Trial,
-    Workload,
-    append,
-)
+from harness.bench.record import ArmFacts, CasePlan, Role, Session, Trial, Workload
 from harness.environment import environment
 from harness.errors import ContractError, UsageError
 from harness.evidence.blocks import Design, toss

@@ -20,7 +20,8 @@ from ci.bench.history import all_series
 from ci.bench.row import number, percent
 from fixtures import benched
 from fixtures.tables.margins import MARGINS
-from harness.bench.record import Role, Session, Trial, append
+from harness.bench.lines import append
+from harness.bench.record import Role, Session, Trial
 from harness.evidence.ruling import Ruling
 
 BS1, BS8 = (workload.id for workload in benched.WORKLOADS)

@@ -2,7 +2,8 @@
 
 from fixtures import bench
 from harness.bench.findings import findings
-from harness.bench.record import Role, Session, Trial, read
+from harness.bench.lines import read
+from harness.bench.record import Role, Session, Trial
 
 WORDS = (
     "--a=embedded:pair=gqa",

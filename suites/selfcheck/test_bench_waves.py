@@ -11,8 +11,9 @@ from fixtures.tables.margins import ROWS
 from harness.bench import waves
 from harness.bench.arms import parse
 from harness.bench.findings import findings, verdict
+from harness.bench.lines import read
 from harness.bench.plan import Setup, scales
-from harness.bench.record import Role, Session, Trial, Workload, read
+from harness.bench.record import Role, Session, Trial, Workload
 from harness.bench.session import Run
 from harness.environment import environment
 from harness.errors import ContractError, ServerError, UsageError

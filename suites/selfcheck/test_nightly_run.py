@@ -15,7 +15,7 @@ from ci.nightly.trials import Trial
 from fixtures import benched
 from fixtures.nvml import Driver
 from fixtures.trials import trial
-from harness.bench.record import append
+from harness.bench.lines import append
 from harness.record import Verdict, write_records
 
 STAGES = (
