@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -92,3 +93,33 @@ def test_whoever_listens_at_a_url_is_its_server(monkeypatch):
 
     monkeypatch.setattr(probe.psutil, "net_connections", denied)
     assert probe.listeners("http://127.0.0.1:80") == []
+
+
+def test_nvml_is_read(monkeypatch):
+    real = gpu.pynvml
+    reasons = real.nvmlClocksEventReasonHwPowerBrakeSlowdown | real.nvmlClocksEventReasonSwPowerCap
+
+    def refuse(*_):
+        raise real.NVMLError(real.NVML_ERROR_NOT_SUPPORTED)
+
+    answers = {
+        "nvmlInit": None, "nvmlDeviceGetHandleByIndex": "handle",
+        "nvmlSystemGetDriverVersion": "580.1", "nvmlDeviceGetVbiosVersion": "96",
+        "nvmlDeviceGetEccMode": [1, 1], "nvmlDeviceGetCurrPcieLinkWidth": 8,
+        "nvmlDeviceGetMaxPcieLinkWidth": 16, "nvmlDeviceGetCurrentClocksEventReasons": reasons,
+        "nvmlDeviceGetClockInfo": 1980, "nvmlDeviceGetTemperature": 41,
+        "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=5)],
+    }  # fmt: skip
+    for name, value in answers.items():
+        monkeypatch.setattr(real, name, lambda *_, value=value: value)
+    monkeypatch.setattr(real, "nvmlDeviceGetMigMode", refuse)
+    device = gpu.first()
+    assert device.machine == "driver 580.1, VBIOS 96, MIG Not Supported, ECC [1, 1]"
+    assert device.pcie_full is False
+    assert device.read() == gpu.Reading(
+        mhz=1980.0,
+        celsius=41.0,
+        throttled=("power brake",),
+        capped=True,
+        processes=frozenset({5}),
+    )

@@ -1,0 +1,94 @@
+"""A file of records alone says what a benchmark showed, and what in it is no record."""
+
+import pytest
+
+from fixtures.tables.margins import MARGINS
+from fixtures.tables.workloads import WORKLOADS
+from harness.bench import __main__ as compare
+from harness.bench.findings import findings
+from harness.bench.lines import append
+from harness.bench.record import ArmFacts, CasePlan, Role, Session, Trial
+from harness.environment import environment
+from harness.errors import UsageError
+from harness.evidence.blocks import Design, toss
+from harness.evidence.conditions import Conditions
+from harness.evidence.decision import Thresholds
+from harness.evidence.ruling import Ruling
+
+
+def records(path, *, ratio=1.05, blocks=16, mhz=(None, None), counts=({}, {}), role=Role.SAME):
+    workload = WORKLOADS["smoke-bs2-in32-out32"]
+    bounds = MARGINS["tpot"].bounds(5.0, 16)
+    case = CasePlan(workload=workload.id, metric="tpot", bounds=bounds, calibrated=0.01, unit="ms")
+    session = Session(
+        id="s", role=role, a=ArmFacts(name="a"), b=ArmFacts(name="b"), seed="1",
+        design=Design.PAIRS, thresholds=Thresholds(), workloads=(workload,), cases=(case,),
+        started="", environment=environment(),
+    )  # fmt: skip
+    append(path, session)
+    for index in range(blocks):
+        for place, arm in enumerate(toss("1", index, Design.PAIRS)):
+            side = "AB".index(arm)
+            trial = Trial(
+                session="s", block=index, place=place, arm=arm, workload=workload.id,
+                metrics={"tpot": 5.0 * ratio**side}, samples=(), conditions=Conditions(),
+                mhz=mhz[side], flush_tries=1, flush_seconds=0.0, invalid=(), started="",
+                seconds=1.0, counts=counts[side],
+            )  # fmt: skip
+            append(path, trial)
+    return session, trial
+
+
+def judged(path):
+    (found,) = findings(compare.read(path))
+    return found
+
+
+def test_an_effect_that_is_gone_in_cycles_is_not_believed(tmp_path):
+    records(tmp_path / "same", mhz=(1980.0, 1980.0))
+    assert judged(tmp_path / "same").ruling is Ruling.REGRESSED
+    records(tmp_path / "slow_clock", mhz=(1980.0, 1980.0 / 1.06))
+    assert judged(tmp_path / "slow_clock").ruling is Ruling.INVALID
+    records(tmp_path / "half", mhz=(1980.0, None))
+    assert "mhz: sampled in some trials only" in judged(tmp_path / "half").reasons
+
+
+@pytest.mark.parametrize(
+    ("role", "ruling"), [(Role.SAME, Ruling.INVALID), (Role.CANDIDATE, Ruling.OK)]
+)
+def test_equal_arms_that_launch_unequal_kernels_are_invalid(tmp_path, role, ruling):
+    path = tmp_path / "bench.jsonl"
+    records(path, ratio=1.0, counts=({"kernels": 7}, {"kernels": 8}), role=role)
+    assert judged(path).ruling is ruling
+    assert judged(path).reasons[0] == "count kernels: A 7, B 8"
+
+
+def test_records_that_do_not_belong_together_are_refused(tmp_path):
+    session, trial = records(tmp_path / "bench.jsonl", blocks=1)
+    with pytest.raises(UsageError, match="trial of session"):
+        findings([trial])
+    with pytest.raises(UsageError, match="session = 's'"):
+        findings([session, session])
+    assert findings([session])[0].ruling is Ruling.INCONCLUSIVE
+
+
+def test_compare_judges_a_file_again(tmp_path, capsys):
+    records(tmp_path / "bench.jsonl", blocks=8)
+    assert compare.main([str(tmp_path / "bench.jsonl")]) == 1
+    printed = capsys.readouterr().out
+    assert "regressed" in printed
+    assert "+5.0 %" in printed
+    assert "verdict: invalid" in printed  # nobody asked about a candidate
+    assert compare.main([str(tmp_path / "none")]) == 2
+
+
+def test_lines_that_are_no_records_are_named(tmp_path):
+    path = tmp_path / "bench.jsonl"
+    _, trial = records(path, blocks=1)
+    whole = path.read_text()
+    for line in ("{}", '{"format":1,"kind":"x"}', '{"format":1,"kind":"trial"}', "[]", "nothing"):
+        path.write_text(f"{whole}{line}\n")
+        with pytest.raises(UsageError, match=r"bench\.jsonl:4: "):
+            list(compare.read(path))
+    path.write_text(whole + '{"format":1')
+    assert list(compare.read(path))[-1] == trial
