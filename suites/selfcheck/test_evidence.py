@@ -255,6 +255,18 @@ def test_three_percent_are_found_and_none_are_cleared_at_once():
     assert 8 <= found.blocks <= 16
 
 
+def test_short_trials_that_alternate_see_through_a_shared_host():
+    shares = {
+        (slowdown, design): simulation.simulate(
+            simulation.SCENES[f"{slowdown} slower, shared host, {design}"], 1000
+        ).by_ruling[Ruling.REGRESSED]
+        for slowdown in ("0%", "5%")
+        for design in ("pairs", "quads", "thue_morse")
+    }
+    assert all(shares["0%", design] <= 0.01 for design in ("pairs", "quads", "thue_morse"))
+    assert shares["5%", "pairs"] < shares["5%", "quads"] < 0.9 < shares["5%", "thue_morse"]
+
+
 def test_the_simulation_prints_its_table(capsys):
     assert simulation.main(["--sessions", "20"]) == 0
     assert capsys.readouterr().out.count("\n") == 1 + len(simulation.SCENES)
