@@ -15,6 +15,12 @@ KEEP_ALIVE_S = 30
 BACKLOG = 1024
 
 
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not accepted; accepted: 1, 2, 3, …")
+    return int(text)
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(prog="specgate serve", description=__doc__)
@@ -26,18 +32,20 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--spec", choices=("v1", "v2", "none"), default="v2")
     made.add_argument("--kernel", default="reference", metavar="NAME")
     made.add_argument("--device", default="cpu", metavar="NAME")
-    made.add_argument("--num-steps", type=int, default=3, metavar="N")
-    made.add_argument("--num-draft-tokens", type=int, default=4, metavar="N")
-    made.add_argument("--page-size", type=int, default=16, metavar="N")
-    made.add_argument("--num-pages", type=int, metavar="N", help="by default, room for all")
-    made.add_argument("--max-running-requests", type=int, default=8, metavar="N")
-    made.add_argument("--context-length", type=int, default=CONTEXT_LENGTH, metavar="N")
+    made.add_argument("--num-steps", type=_at_least_one, default=3, metavar="N")
+    made.add_argument("--num-draft-tokens", type=_at_least_one, default=4, metavar="N")
+    made.add_argument("--page-size", type=_at_least_one, default=16, metavar="N")
+    made.add_argument(
+        "--num-pages", type=_at_least_one, metavar="N", help="by default, room for all"
+    )
+    made.add_argument("--max-running-requests", type=_at_least_one, default=8, metavar="N")
+    made.add_argument("--context-length", type=_at_least_one, default=CONTEXT_LENGTH, metavar="N")
     made.add_argument("--slowdown", type=float, default=0.0, metavar="PART")
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until interrupted; 2 for a command line that makes no sense."""
+    """Serve until interrupted; 2 for a command line that makes no sense, or makes no engine."""
     commands = parser()
     asked = commands.parse_args(argv)
     if not (asked.models / asked.pair / "target" / "config.json").is_file():
@@ -54,15 +62,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     more = ("page_size", "max_running_requests", "context_length", "slowdown")
     pages_a_request = -(-(asked.context_length + asked.num_draft_tokens) // asked.page_size)
     room = 1 + (asked.max_running_requests + 1) * pages_a_request
+    least = 1 + pages_a_request
+    if asked.num_pages is not None and asked.num_pages < least:
+        accepted = f"at least {least}, enough for {asked.context_length} tokens"
+        commands.error(f"--num-pages = {asked.num_pages} is not accepted; accepted: {accepted}")
     options = Options(
         num_pages=asked.num_pages or room,
         **{name: getattr(asked, name) for name in (*names, *more)},
     )
-    asyncio.run(_serve(options, asked.host, asked.port, asked.api_key))
-    return 0
+    return asyncio.run(_serve(options, asked.host, asked.port, asked.api_key))
 
 
-async def _serve(options: object, host: str, port: int, api_key: str | None) -> None:
+async def _serve(options: object, host: str, port: int, api_key: str | None) -> int:
     import uvicorn
 
     from harness.embedded.messages import Options
@@ -79,11 +90,14 @@ async def _serve(options: object, host: str, port: int, api_key: str | None) -> 
     )
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    while not (supervisor.healthy or serving.done()):
+    while not (supervisor.healthy or supervisor.cannot_start or serving.done()):
         await asyncio.sleep(0.02)
-    if not serving.done():
+    if supervisor.cannot_start:
+        server.should_exit = True
+    elif not serving.done():
         print(f"serving http://{host}:{bound}", flush=True)
     await serving
+    return 2 if supervisor.cannot_start else 0
 
 
 def _listen(host: str, port: int) -> socket.socket:

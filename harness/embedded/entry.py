@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import signal
+import sys
 from multiprocessing.connection import Connection
 
 from harness.embedded.messages import Options
+from harness.errors import SpecgateError
 
 
 def run(pipe: Connection, options: Options) -> None:
-    """Serve commands until the pipe closes."""
+    """Serve commands until the pipe closes; end with 2 where the options make no engine."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The HTTP process decides when to end.
     from harness.embedded.worker import Worker
 
-    Worker(pipe, options).serve()
+    try:
+        worker = Worker(pipe, options)
+    except SpecgateError as error:
+        print(f"specgate serve: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    worker.serve()

@@ -41,6 +41,9 @@ class Supervisor:
 
     Args:
         options: what the engine serves.
+
+    Attributes:
+        cannot_start: its first process ended before it was ready; there will be no other.
     """
 
     def __init__(self, options: Options) -> None:
@@ -52,7 +55,8 @@ class Supervisor:
         self._requests: dict[str, asyncio.Queue[Progress | Exception]] = {}
         self._questions: dict[int, asyncio.Future[Reply]] = {}
         self._tickets = itertools.count()
-        self._flushing = self._closing = False
+        self._flushing = self._closing = self._was_ready = False
+        self.cannot_start = False
         self._ready = asyncio.Event()
         self._restarts = 0
 
@@ -194,6 +198,7 @@ class Supervisor:
 
     def _take(self, event: Event) -> None:
         if isinstance(event, Ready):
+            self._was_ready = True
             self._ready.set()
         elif isinstance(event, Step):
             self._deliver(event.rid, event.progress, last=bool(event.progress.finish_reason))
@@ -215,7 +220,8 @@ class Supervisor:
         for future in self._questions.values():
             if not future.done():
                 future.set_exception(loss)
-        if not self._closing:
+        self.cannot_start = not self._was_ready
+        if self._was_ready and not self._closing:
             self._restarts += 1
             self._again = self._loop.create_task(self._restart())
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 
 import torch
 
-from harness.case import Family
+from harness.embedded.build import build
 from harness.embedded.messages import (
     Abort,
     Ask,
@@ -22,18 +21,9 @@ from harness.embedded.messages import (
     Step,
     Submit,
 )
-from harness.engine.generate import Engine
-from harness.engine.models.loader import load_pair
 from harness.engine.request import Request
-from harness.engine.speculation import Speculation, Version
 from harness.errors import ContractError, UsageError, rejected
-from harness.generation import Rigging, Room, family_of
 from harness.serving.service import Progress
-from harness.subject import SUBJECTS
-
-DTYPES = {"reference": torch.float32}
-"""What a kernel computes in; real ones in bfloat16."""
-VERSIONS = {"v1": Version.V1, "v2": Version.V2}
 
 
 class Worker:
@@ -148,32 +138,3 @@ class Worker:
             self._pipe.send(Reply(question.ticket, None, str(error)))
             return
         self._pipe.send(Reply(question.ticket, value))
-
-
-def build(options: Options) -> tuple[Engine, int, int]:
-    """The engine, how many tokens there are, and the one that ends a text."""
-    device = torch.device(options.device)
-    torch.set_num_threads(1)
-    dtype = DTYPES.get(options.kernel, torch.bfloat16)
-    pair = load_pair(options.models / options.pair, dtype, device)
-    backend = "trtllm_mla" if family_of(pair.target) is Family.MLA else "trtllm_mha"
-    speculation = None
-    if options.spec != "none":
-        speculation = Speculation(
-            num_steps=options.num_steps,
-            num_draft_tokens=options.num_draft_tokens,
-            version=VERSIONS[options.spec],
-        )
-    powers = [1 << n for n in range(options.max_running_requests.bit_length())]
-    room = Room(
-        page_size=options.page_size,
-        num_pages=options.num_pages,
-        max_bs=options.max_running_requests,
-        max_context_len=options.context_length,
-        capture_bs=tuple(sorted({*powers, options.max_running_requests})),
-    )
-    rigging = Rigging(pair, SUBJECTS[f"{backend}/{options.kernel}"], speculation, room)
-    path = options.models / options.pair / "target" / "generation_config.json"
-    generation = json.loads(path.read_text(encoding="utf-8"))
-    engine = rigging.engine(prefix_cache=True)
-    return engine, pair.target.config.vocab_size, int(generation["eos_token_id"])

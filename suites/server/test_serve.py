@@ -1,0 +1,58 @@
+"""``specgate serve`` refuses by name what makes no engine, and does not hang over it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from harness.embedded.__main__ import main
+from harness.serving.launch import ROOT
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--page-size", "0"), "argument --page-size: '0' is not accepted; accepted: 1, 2, 3, …"),
+        (("--num-steps", "-1"), "argument --num-steps: '-1' is not accepted"),
+        (("--context-length", "many"), "argument --context-length: 'many' is not accepted"),
+        (("--pair", "llama"), "--pair = 'llama' is not accepted; accepted: gqa, mla"),
+        (("--slowdown", "11"), "--slowdown = 11.0 is not accepted; accepted: 0 … 10"),
+        (("--spec", "v3"), "invalid choice: 'v3'"),
+        # 512 tokens and 4 drafts are 33 pages of 16.
+        (("--num-pages", "33"), "--num-pages = 33 is not accepted; accepted: at least 34"),
+    ],
+    ids=lambda value: value[0][2:] if isinstance(value, tuple) else "",
+)
+def test_a_mistake_is_named_before_anything_starts(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--pair", "gqa", *words])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--kernel", "fa9"),
+            "kernel = 'fa9' is not accepted; accepted: reference, ",
+        ),
+        (("--device", "tpu9"), "device = 'tpu9' is not accepted; accepted: cpu, cuda"),
+        (("--device", "cuda:99"), "device = 'cuda:99' is not accepted; accepted: cpu; "),
+        (("--num-steps", "3", "--num-draft-tokens", "1"), "num_draft_tokens = 1"),
+    ],
+    ids=["kernel", "device", "no_such_gpu", "drafts"],
+)
+def test_an_engine_that_cannot_start_ends_the_server(words: tuple[str, ...], message: str) -> None:
+    command = [sys.executable, "-m", "harness", "serve", "--pair", "gqa", *words]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert "specgate serve: " in done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
