@@ -33,6 +33,7 @@ HANDED_ON = {
     "bench": ("fixtures.bench", "compare two servers in randomised blocks, to a verdict"),
     "compare": ("harness.bench", "judge a benchmark's records again and print what they show"),
     "serve": ("harness.embedded", "serve a shipped pair over HTTP"),
+    "mutants": ("fixtures.mutants", "plant the defects of the table, see which tests notice"),
 }
 """Verbs that are modules with a command line of their own, which they explain by ``--help``."""
 
@@ -110,7 +111,7 @@ def _judge(folder: Path, code: int, args: Sequence[str]) -> list[int]:
 def parser() -> argparse.ArgumentParser:
     """The command line: one subcommand a verb; what they do not know goes to pytest."""
     made = argparse.ArgumentParser(prog="specgate", description=__doc__)
-    names = "run | gpu | golden | report | limits | latency | bench | compare | wheels | serve"
+    names = "run | gpu | golden | report | limits | latency | bench | compare | serve | mutants"
     verbs = made.add_subparsers(dest="verb", required=True, metavar=names)
     runs = verbs.add_parser("run", help="run every case on this machine, report and gate")
     runs.add_argument("--report", type=Path, default=Path("report"), metavar="DIR")

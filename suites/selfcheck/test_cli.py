@@ -207,7 +207,7 @@ def test_wheels_fill_the_folder_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert stand_in.calls == [(module,), (module, "--into", str(tmp_path / "kept"))]
 
 
-@pytest.mark.parametrize("verb", ["bench", "compare", "serve"])
+@pytest.mark.parametrize("verb", ["bench", "compare", "mutants", "serve"])
 def test_a_verb_with_its_own_command_line_becomes_that_program(
     monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:

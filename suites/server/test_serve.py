@@ -7,7 +7,11 @@ import sys
 
 import pytest
 
+from fixtures.goldens import MODELS
+from harness.embedded import build
 from harness.embedded.__main__ import main
+from harness.embedded.messages import Options
+from harness.errors import UsageError
 from harness.serving.launch import ROOT
 
 
@@ -56,3 +60,23 @@ def test_an_engine_that_cannot_start_ends_the_server(words: tuple[str, ...], mes
     assert "specgate serve: " in done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_kernel_for_other_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "compute_capability", lambda _: (7, 5))
+    options = Options(
+        models=MODELS,
+        pair="gqa",
+        spec="v2",
+        kernel="xqa",
+        device="cpu",
+        num_steps=3,
+        num_draft_tokens=4,
+        page_size=16,
+        num_pages=40,
+        max_running_requests=2,
+        context_length=64,
+        slowdown=0.0,
+    )
+    with pytest.raises(UsageError, match="kernel = 'xqa': xqa needs compute capability"):
+        build.build(options)
