@@ -32,13 +32,8 @@ from harness.graphs.draft import DraftRunner
 from harness.graphs.target_verify import TargetVerifyRunner
 from harness.subject import Subject
 from harness.upstream.batch import ForwardMode, LogitsProcessorOutput
-from harness.upstream.pools import (
-    KVPool,
-    MHATokenToKVPool,
-    MLATokenToKVPool,
-    PagedAllocator,
-    ReqToTokenPool,
-)
+from harness.upstream.pools import KVPool, MHATokenToKVPool, MLATokenToKVPool
+from harness.upstream.slots import PagedAllocator, ReqToTokenPool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from harness.backends.base import PagedBackend
+from harness.batches import make_batch, pad_batch
 from harness.case import Case, Execution, Mode
 from harness.graphs.base import GraphRunner
 from harness.inputs import Requests, World
 from harness.invariants import check_frozen, check_padding, frozen
-from harness.stage import Stage, make_batch, pad_batch, set_stage
+from harness.stage import Stage, set_stage
 from harness.subject import Rig, Subject, build, build_runner
 from harness.upstream.batch import DraftOutput, ForwardBatch, LogitsProcessorOutput
 from harness.upstream.pools import SWAKVPool

@@ -22,6 +22,7 @@ from harness.backends.unoptimized import (
     KVIndicesMLAMultiStepDraftBackend,
     VerifyFixUpMHABackend,
 )
+from harness.batches import FORWARD_MODES
 from harness.capability import CAPABILITIES, Capability, refusal
 from harness.case import Case, Execution, Family, Mode
 from harness.devices import new_graph, new_provider, real_kernel
@@ -35,7 +36,7 @@ from harness.graphs.draft_extend import DraftExtendRunner, UnoptimizedDraftExten
 from harness.graphs.target_verify import TargetVerifyRunner
 from harness.numerics import Numerics
 from harness.providers.base import Provider
-from harness.stage import FORWARD_MODES, Stage
+from harness.stage import Stage
 from harness.upstream.batch import DraftOutput, ForwardBatch, LogitsProcessorOutput
 
 Forward = Callable[[ForwardBatch], LogitsProcessorOutput | DraftOutput]

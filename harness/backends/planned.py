@@ -13,7 +13,8 @@ from harness.errors import CapacityError, ContractError, rejected
 from harness.providers.base import Provider
 from harness.upstream.batch import ForwardBatch, ForwardMode
 from harness.upstream.interface import AttentionBackend
-from harness.upstream.pools import KVPool, ReqToTokenPool, SWAKVPool
+from harness.upstream.pools import KVPool, SWAKVPool
+from harness.upstream.slots import ReqToTokenPool
 
 
 class PlannedBackend(AttentionBackend):

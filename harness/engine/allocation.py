@@ -13,13 +13,8 @@ from dataclasses import dataclass, field
 import torch
 
 from harness.errors import CapacityError, ContractError, UsageError, rejected
-from harness.upstream.pools import (
-    PADDING_SLOT,
-    KVPool,
-    PagedAllocator,
-    ReqToTokenPool,
-    SWAKVPool,
-)
+from harness.upstream.pools import KVPool, SWAKVPool
+from harness.upstream.slots import PADDING_SLOT, PagedAllocator, ReqToTokenPool
 
 
 @dataclass

@@ -8,7 +8,8 @@ import torch
 
 from harness.engine.state import State
 from harness.upstream.batch import ForwardBatch, ForwardMode, SpecInput
-from harness.upstream.pools import KVPool, ReqToTokenPool
+from harness.upstream.pools import KVPool
+from harness.upstream.slots import ReqToTokenPool
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from harness.engine.prefill import Prefill
 from harness.engine.state import Round, State
 from harness.upstream.batch import ForwardMode
 from harness.upstream.interface import decide_needs_cpu_seq_lens
-from harness.upstream.pools import KVPool, ReqToTokenPool
+from harness.upstream.pools import KVPool
+from harness.upstream.slots import ReqToTokenPool
 
 
 class PlainWorker:

@@ -20,7 +20,8 @@ from harness.upstream.batch import (
     ForwardMode,
 )
 from harness.upstream.interface import AttentionBackend, decide_needs_cpu_seq_lens
-from harness.upstream.pools import KVPool, ReqToTokenPool
+from harness.upstream.pools import KVPool
+from harness.upstream.slots import ReqToTokenPool
 
 
 class EagleWorker:

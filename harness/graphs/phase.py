@@ -12,7 +12,8 @@ from harness.errors import UsageError, rejected
 from harness.graphs.buffers import Extent, Field, Rows
 from harness.upstream.batch import DraftOutput, ForwardBatch, ForwardMode, LogitsProcessorOutput
 from harness.upstream.interface import AttentionBackend, MultiStepDraftBackend
-from harness.upstream.pools import KVPool, ReqToTokenPool
+from harness.upstream.pools import KVPool
+from harness.upstream.slots import ReqToTokenPool
 
 if TYPE_CHECKING:
     from harness.graphs.base import GraphFactory

@@ -10,7 +10,8 @@ import torch
 
 if TYPE_CHECKING:
     from harness.upstream.interface import AttentionBackend
-    from harness.upstream.pools import KVPool, ReqToTokenPool
+    from harness.upstream.pools import KVPool
+from harness.upstream.slots import ReqToTokenPool
 
 
 class ForwardMode(IntEnum):

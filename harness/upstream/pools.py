@@ -1,92 +1,13 @@
-"""Where tokens live: the request-to-token table, the page allocator and three KV pools."""
+"""Where keys and values live: pools of pages for MHA, for MLA and for layers with a window."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from harness.errors import CapacityError, ContractError, UsageError, rejected
+from harness.errors import UsageError, rejected
 from harness.upstream.interface import AttentionLayer
-
-PADDING_SLOT = 0
-
-
-class ReqToTokenPool:
-    """Row r, column t: the KV slot of token t of the request in row r.
-
-    Attributes:
-        req_to_token: [size, max_context_len] int32. ``max_context_len`` must hold the context and
-            one round of draft tokens.
-    """
-
-    def __init__(self, size: int, max_context_len: int, device: torch.device | str = "cpu") -> None:
-        self.req_to_token = torch.zeros(size, max_context_len, dtype=torch.int32, device=device)
-        self._free = list(range(size))
-
-    @property
-    def available(self) -> int:
-        """Rows nobody holds."""
-        return len(self._free)
-
-    def alloc(self, count: int) -> list[int]:
-        """Take rows.
-
-        Raises:
-            CapacityError: fewer than ``count`` rows are free.
-        """
-        if count > len(self._free):
-            raise CapacityError(rejected("requests", count, f"at most {len(self._free)} free rows"))
-        taken, self._free = self._free[:count], self._free[count:]
-        return taken
-
-    def free(self, rows: Sequence[int]) -> None:
-        """Give rows back.
-
-        Raises:
-            ContractError: a row is free already.
-        """
-        for row in rows:
-            if row in self._free:
-                raise ContractError(f"request row {row} freed twice")
-            self._free.append(row)
-
-
-class PagedAllocator:
-    """Hands out whole pages; page 0 belongs to padding and is never handed out."""
-
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self.num_pages = num_pages
-        self.page_size = page_size
-        self._free = list(range(1, num_pages))
-
-    @property
-    def available_pages(self) -> int:
-        """Pages nobody holds."""
-        return len(self._free)
-
-    def alloc(self, count: int) -> list[int]:
-        """Take pages.
-
-        Raises:
-            CapacityError: fewer than ``count`` pages are free.
-        """
-        if count > len(self._free):
-            raise CapacityError(rejected("pages", count, f"at most {len(self._free)} free pages"))
-        taken, self._free = self._free[:count], self._free[count:]
-        return taken
-
-    def free(self, pages: Sequence[int]) -> None:
-        """Give pages back.
-
-        Raises:
-            ContractError: a page is free already, or is the padding page.
-        """
-        for page in pages:
-            if page == PADDING_SLOT or page in self._free:
-                raise ContractError(f"page {page} freed twice" if page else "padding page freed")
-            self._free.append(page)
 
 
 def quantize(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:

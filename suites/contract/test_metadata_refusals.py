@@ -12,7 +12,7 @@ from fixtures.toy_planning import EXTEND_LENS, Buckets, accepted, batch_for, pla
 from fixtures.toy_scenes import phase_id
 from harness.errors import CapacityError, ContractError, KernelRefusal
 from harness.upstream.batch import EagleVerifyInput, ForwardMode
-from harness.upstream.pools import ReqToTokenPool
+from harness.upstream.slots import ReqToTokenPool
 
 NOWHERE = torch.zeros(0, dtype=torch.int64)
 V1, V2 = ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2

@@ -10,14 +10,8 @@ import torch
 from fixtures.toy_attention import PAGE, mha_layer, mha_pool, mla_layer
 from harness.errors import CapacityError, ContractError
 from harness.upstream.interface import AttentionLayer
-from harness.upstream.pools import (
-    PADDING_SLOT,
-    MHATokenToKVPool,
-    MLATokenToKVPool,
-    PagedAllocator,
-    ReqToTokenPool,
-    quantize,
-)
+from harness.upstream.pools import MHATokenToKVPool, MLATokenToKVPool, quantize
+from harness.upstream.slots import PADDING_SLOT, PagedAllocator, ReqToTokenPool
 
 FP8 = torch.float8_e4m3fn
 

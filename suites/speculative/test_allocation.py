@@ -7,7 +7,8 @@ import torch
 
 from harness.engine.allocation import Lease, SlotTable
 from harness.errors import CapacityError, ContractError, UsageError
-from harness.upstream.pools import MHATokenToKVPool, PagedAllocator, ReqToTokenPool, SWAKVPool
+from harness.upstream.pools import MHATokenToKVPool, SWAKVPool
+from harness.upstream.slots import PagedAllocator, ReqToTokenPool
 
 PAGE = 4
 

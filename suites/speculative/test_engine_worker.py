@@ -16,7 +16,7 @@ from harness.engine.plan_stream import RecordedStreams
 from harness.engine.worker import EagleWorker
 from harness.errors import UsageError
 from harness.upstream.batch import EagleVerifyInput, ForwardMode
-from harness.upstream.pools import ReqToTokenPool
+from harness.upstream.slots import ReqToTokenPool
 
 NEW = 12
 BOTH = pytest.mark.parametrize("version", [1, 2], ids=["draft_extend_v1", "draft_extend_v2"])

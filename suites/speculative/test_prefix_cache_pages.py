@@ -10,7 +10,8 @@ from harness.engine.holdings import Holdings
 from harness.engine.plan_stream import SameStream
 from harness.engine.prefix_cache import PrefixCache
 from harness.errors import ContractError, UsageError
-from harness.upstream.pools import MHATokenToKVPool, PagedAllocator, ReqToTokenPool, SWAKVPool
+from harness.upstream.pools import MHATokenToKVPool, SWAKVPool
+from harness.upstream.slots import PagedAllocator, ReqToTokenPool
 
 PAGE = 4
 
