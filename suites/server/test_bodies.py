@@ -37,8 +37,8 @@ PROMPT = {"input_ids": [5, 6, 7]}
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_refused_by_name(server, body, words):
-    answer = requests.post(f"{server.url}/generate", json=body, timeout=10)
+def test_refused_by_name(embedded_server, body, words):
+    answer = requests.post(f"{embedded_server.url}/generate", json=body, timeout=10)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, 400), error
     assert words in error["message"]
@@ -58,15 +58,17 @@ def test_refused_by_name(server, body, words):
         ("POST", "/abort_request", b"{}", 400),
     ],
 )
-def test_refused_by_status(server, verb, path, data, status):
+def test_refused_by_status(embedded_server, verb, path, data, status):
     headers = {"Content-Type": "application/json"}
-    answer = requests.request(verb, server.url + path, data=data, headers=headers, timeout=10)
+    answer = requests.request(
+        verb, embedded_server.url + path, data=data, headers=headers, timeout=10
+    )
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["message"]
 
 
-def test_nothing_is_left_behind(server):
-    settled(server)
+def test_nothing_is_left_behind(embedded_server):
+    settled(embedded_server)
 
 
 def test_a_key_is_asked_for(fresh_server):

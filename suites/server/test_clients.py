@@ -12,20 +12,17 @@ import psutil
 import pytest
 import requests
 
-from fixtures.crowd import settled, state, text, together, until
+from fixtures.crowd import many, runs, settled, state, text, together, until
 from harness.errors import Busy, ServerError
 from harness.serving.flush import flush
 
 LONG = 400
-
-
-def running(counts) -> bool:
-    return counts["running"] > 0
+"""Tokens of an embedded server with a context of 512."""
 
 
 def raw(server, *, stream: bool) -> socket.socket:
     """A connection that has sent a long request and reads nothing."""
-    sampling = {"max_new_tokens": LONG, "ignore_eos": True}
+    sampling = {"max_new_tokens": many(server), "ignore_eos": True}
     body = json.dumps({"input_ids": [9, 8, 7], "stream": stream, "sampling_params": sampling})
     address = urlsplit(server.url)
     connection = socket.create_connection((address.hostname, address.port), timeout=30)
@@ -37,13 +34,13 @@ def raw(server, *, stream: bool) -> socket.socket:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_who_leaves_is_aborted(server, stream):
     with raw(server, stream=stream):
-        until(server, running, "the request does not run")
+        runs(server)
     settled(server)
 
 
 def test_a_stream_that_is_not_read_holds_nobody_up(server):
     with raw(server, stream=True) as slow:
-        until(server, running, "the request does not run")
+        runs(server)
         assert server.client.generate(text(1, 20), 8).completion_tokens == 8
         received = b""
         while b"[DONE]" not in received:
@@ -51,7 +48,7 @@ def test_a_stream_that_is_not_read_holds_nobody_up(server):
             assert part, received[-200:]
             received += part
             time.sleep(0.001)
-    assert f'"completion_tokens": {LONG}'.encode() in received
+    assert f'"completion_tokens":{many(server)}'.encode() in received.replace(b" ", b"")
     settled(server)
 
 
@@ -60,7 +57,7 @@ def test_an_aborted_request_is_told_so(server):
     body = {
         "input_ids": [9, 8, 7],
         "rid": "to be aborted",
-        "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True},
+        "sampling_params": {"max_new_tokens": many(server), "ignore_eos": True},
     }
 
     def ask() -> None:
@@ -68,32 +65,35 @@ def test_an_aborted_request_is_told_so(server):
 
     asking = threading.Thread(target=ask)
     asking.start()
-    until(server, running, "the request does not run")
+    runs(server)
     server.client.abort("to be aborted")
     asking.join()
-    assert answers[0]["meta_info"]["finish_reason"] == {"type": "abort"}
-    assert len(answers[0]["output_ids"]) < LONG
+    assert answers[0]["meta_info"]["finish_reason"]["type"] == "abort"
+    assert len(answers[0]["output_ids"]) < many(server)
     settled(server)
 
 
 def test_a_flush_under_load_is_refused_and_loses_nothing(server):
     alone = server.client.generate(text(2, 40), 60)
     with raw(server, stream=True):
-        until(server, running, "the request does not run")
+        runs(server)
         answer = requests.post(f"{server.url}/flush_cache", timeout=10)
         assert answer.status_code == 400
-        assert "1 running, 0 waiting" in answer.json()["error"]["message"]
+        if server.kind == "embedded":
+            assert "1 running, 0 waiting" in answer.json()["error"]["message"]
         with pytest.raises(Busy):
             flush(server.url, deadline_s=0.2)
         again = server.client.generate(text(2, 40), 60)
-        assert (again.output_ids, again.cached_tokens) == (alone.output_ids, 32)
+        assert len(again.output_ids) == len(alone.output_ids) == 60
+        if server.kind == "embedded":
+            assert (again.output_ids, again.cached_tokens) == (alone.output_ids, 32)
     assert flush(server.url, deadline_s=20).tries >= 1
     settled(server)
 
 
 def test_one_flush_at_a_time(server):
     with raw(server, stream=True):
-        until(server, running, "the request does not run")
+        runs(server)
         url = f"{server.url}/flush_cache"
         calls = [
             lambda: requests.post(url, params={"timeout": 1}, timeout=20),
@@ -101,7 +101,8 @@ def test_one_flush_at_a_time(server):
         ]
         first, second = together(2, calls)
     assert {first.status_code, second.status_code} == {400}
-    assert "another flush is pending" in second.text
+    if server.kind == "embedded":
+        assert "another flush is pending" in second.text
     settled(server)
 
 
@@ -111,7 +112,8 @@ def test_two_hundred_clients_at_once(server):
     assert [a.completion_tokens for a in answers] == [1 + i % 5 for i in range(200)]
     assert [a.prompt_tokens for a in answers] == [5 + i % 9 for i in range(200)]
     settled(server)
-    assert state(server)["cached_pages"] > 0
+    if server.kind == "embedded":
+        assert state(server)["cached_pages"] > 0
 
 
 def test_a_killed_engine_is_named_and_started_again(fresh_server):
