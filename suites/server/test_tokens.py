@@ -16,6 +16,7 @@ from harness.serving.flush import flush
 from harness.tolerance import tie_margin
 
 WAYS = ("generate", "stream")
+DRAFT_TIES = 0.05
 
 
 def ask(client: Client, prompt: tuple[int, ...], way: str) -> Answer:
@@ -40,14 +41,21 @@ def test_tokens_and_accept_lengths(server, at_once):
         for i, text in enumerate(texts[: 8 if at_once == 1 else 32])
     ]
     answers = together(at_once, calls)
+    rounds = [len(expected.accept_lengths) for expected in due[: len(answers)]]
     for answer, expected in zip(answers, due, strict=False):
         found = compare_tokens(answer.output_ids, expected.token_ids, expected.margins, tie(server))
         assert found.verdict is Verdict.PASSED, found.message
-        exact = not found.message
-        assert exact or server.kind != "embedded"
-        assert answer.completion_tokens == len(answer.output_ids)
+        assert answer.completion_tokens == len(answer.output_ids) == shipped.NEW
         assert answer.finish_reason == "length"
-        assert not exact or answer.spec_verify_ct == len(expected.accept_lengths)
+    verified = [answer.spec_verify_ct for answer in answers]
+    if server.kind == "embedded":
+        assert [answer.output_ids for answer in answers] == [
+            d.token_ids for d in due[: len(answers)]
+        ]
+        assert verified == rounds
+    else:
+        # A draft that ties in bfloat16 moves a round, not a token.
+        assert sum(verified) == pytest.approx(sum(rounds), rel=DRAFT_TIES)
 
 
 @pytest.mark.parametrize(
