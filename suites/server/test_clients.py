@@ -12,12 +12,14 @@ import psutil
 import pytest
 import requests
 
-from fixtures.crowd import many, runs, settled, state, text, together, until
+from fixtures.crowd import many, runs, settled, slowly, state, text, together, until
 from harness.errors import Busy, ServerError
 from harness.serving.flush import flush
 
 LONG = 400
 """Tokens of an embedded server with a context of 512."""
+SOON_S = 4.0
+"""A request that nobody ended would take several times as long."""
 
 
 def raw(server, *, stream: bool) -> socket.socket:
@@ -33,9 +35,10 @@ def raw(server, *, stream: bool) -> socket.socket:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_who_leaves_is_aborted(server, stream):
-    with raw(server, stream=stream):
-        runs(server)
-    settled(server)
+    with slowly(server):
+        with raw(server, stream=stream):
+            runs(server)
+        settled(server, SOON_S)
 
 
 def test_a_stream_that_is_not_read_holds_nobody_up(server):
@@ -64,13 +67,14 @@ def test_an_aborted_request_is_told_so(server):
         answers.append(requests.post(f"{server.url}/generate", json=body, timeout=60).json())
 
     asking = threading.Thread(target=ask)
-    asking.start()
-    runs(server)
-    server.client.abort("to be aborted")
-    asking.join()
+    with slowly(server):
+        asking.start()
+        runs(server)
+        server.client.abort("to be aborted")
+        asking.join()
+        settled(server, SOON_S)
     assert answers[0]["meta_info"]["finish_reason"]["type"] == "abort"
     assert len(answers[0]["output_ids"]) < many(server)
-    settled(server)
 
 
 def test_a_flush_under_load_is_refused_and_loses_nothing(server):
