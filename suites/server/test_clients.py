@@ -77,6 +77,25 @@ def test_an_aborted_request_is_told_so(server):
     assert len(answers[0]["output_ids"]) < many(server)
 
 
+def test_all_are_aborted_at_once(server):
+    answers = []
+    asking = [
+        threading.Thread(
+            target=lambda: answers.append(server.client.generate([9, 8, 7], many(server)))
+        )
+        for _ in range(3)
+    ]
+    with slowly(server):
+        for thread in asking:
+            thread.start()
+        runs(server, 3)
+        server.client.abort(None)
+        for thread in asking:
+            thread.join()
+        settled(server, SOON_S)
+    assert [answer.finish_reason for answer in answers] == ["abort"] * 3
+
+
 def test_a_flush_under_load_is_refused_and_loses_nothing(server):
     alone = server.client.generate(text(2, 40), 60)
     with raw(server, stream=True):

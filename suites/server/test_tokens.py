@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 
 from fixtures import shipped
 from fixtures.crowd import settled, together
-from fixtures.goldens import prompts
+from fixtures.goldens import MODELS, prompts
 from fixtures.servers import FreshServer, Served
 from harness.case import Dtype
 from harness.compare import compare_tokens
@@ -70,6 +74,20 @@ def test_other_pairs_and_versions(fresh_server: FreshServer, pair: str, spec: st
         assert answer.output_ids == expected.token_ids
         rounds = 0 if spec == "none" else len(expected.accept_lengths)
         assert answer.spec_verify_ct == rounds
+    settled(served)
+
+
+def test_the_end_token_ends_an_answer(fresh_server: FreshServer, tmp_path: Path) -> None:
+    prompt, expected = prompts("gqa")[0], shipped.expected(shipped.Setup(pair="gqa"), 0)
+    shutil.copytree(MODELS / "gqa", tmp_path / "gqa")
+    end = {"eos_token_id": expected.token_ids[5]}
+    (tmp_path / "gqa" / "target" / "generation_config.json").write_text(json.dumps(end))
+    served = fresh_server(models=tmp_path)
+    answer = served.client.generate(prompt, shipped.NEW, ignore_eos=False)
+    stop = expected.token_ids.index(end["eos_token_id"])
+    assert answer.output_ids == expected.token_ids[: stop + 1]
+    assert answer.finish_reason == "stop"
+    assert served.client.generate(prompt, shipped.NEW).output_ids == expected.token_ids
     settled(served)
 
 
