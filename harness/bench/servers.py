@@ -44,12 +44,12 @@ def wait_together(started: Started) -> None:
     Who is given up says so in its trials, and to whoever waits for it again.
     """
     with _side_by_side(started) as threads:
-        waiting = {
-            threads.submit(server.wait_ready): alike
-            for alike in started.values()
-            for server in alike
-        }
         try:
+            waiting = {
+                threads.submit(server.wait_ready): alike
+                for alike in started.values()
+                for server in alike
+            }
             for done in as_completed(waiting):
                 if not done.exception():
                     _lower_patience(waiting[done], STRAGGLER * done.result() + GRACE_S)

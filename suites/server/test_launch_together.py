@@ -55,9 +55,12 @@ def test_stopping_many_takes_as_long_as_stopping_one(tmp_path: Path) -> None:
 def test_who_is_interrupted_while_waiting_waits_no_longer(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     code = f"""
+import signal
 from pathlib import Path
 from harness.bench.servers import stopped_together, wait_together
 from harness.serving.launch import Launch, Running
+# Whoever runs this in the background of a shell may have had it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with stopped_together() as started:
     started['A'].append(Running({stub("ill", ready_s=LONG_S)!r}, Path({str(log)!r})))
     print("waiting", flush=True)
