@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.openmetrics.exposition import generate_latest
 
-from ci.bench.row import Row, percent
+from ci.bench.row import Row
+from harness.bench.live import percent
 
 LABELS = ("session", "workload", "metric", "sku", "a", "b")
 GAUGES: tuple[tuple[str, str, Callable[[Row], float | None]], ...] = (

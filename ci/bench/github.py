@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ci.bench.book import Book
-from ci.bench.row import Row, percent
+from ci.bench.row import Row
+from harness.bench.live import interval, percent
 from harness.evidence.ruling import Ruling
 
 MOST_LINES = 60
@@ -49,7 +50,7 @@ def _row(row: Row) -> str:
         row.case,
         f"**{row.ruling}**" if row.is_red else str(row.ruling),
         percent(e.ratio),
-        f"{percent(e.low)} … {percent(e.high)}",
+        interval(e),
         f"{row.weight:.3g}",
         percent(row.detectable),
         f"{e.blocks}" + (f" (+{e.dropped} dropped)" if e.dropped else ""),

@@ -14,7 +14,8 @@ from ci.bench import nights, plots, requests
 from ci.bench.book import Book
 from ci.bench.drawing import svg
 from ci.bench.history import Series
-from ci.bench.row import Row, percent
+from ci.bench.row import Row
+from harness.bench.live import interval, percent
 
 HERE = Path(__file__).parent
 
@@ -38,7 +39,7 @@ def page(book: Book, series: Mapping[tuple[str, str], Series]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    jinja.filters["percent"] = percent
+    jinja.filters |= {"percent": percent, "interval": interval}
     return jinja.get_template("page.html").render(
         book=book,
         figures=list(figures(book, series)),

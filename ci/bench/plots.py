@@ -141,7 +141,7 @@ def slopes(rows: Sequence[Row]) -> Any:
     legend = alt.Legend(orient="top", title="arm")
     point = (
         alt.Chart()
-        .mark_point(filled=True, size=45)
+        .mark_point(filled=True, size=45, aria=False)
         .encode(
             x=x,
             y=y,

@@ -120,7 +120,7 @@ def conditions_plot(rows: Sequence[dict[str, Any]]) -> Any:
     arms = alt.Scale(domain=["A", "B"], range=[ARM_A, ARM_B])
     point = (
         alt.Chart(values(rows))
-        .mark_point(filled=True, size=30, opacity=0.9)
+        .mark_point(filled=True, size=30, opacity=0.9, aria=False)
         .encode(
             x=alt.X("trial:Q", title="trials, in run order", axis=alt.Axis(tickMinStep=1)),
             y=alt.Y("value:Q", title=None, scale=alt.Scale(zero=False)),

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from harness.bench.findings import Finding
+from harness.bench.live import interval, percent
 from harness.bench.record import Role, Session, Workload
 from harness.evidence.blocks import Block
 from harness.evidence.families import Control
@@ -19,15 +20,6 @@ CONTROLS = {Role.SAME: Control.AA, Role.PLANTED: Control.PLANTED}
 def number(value: float) -> str:
     """Six digits; infinities as XML Schema and OpenMetrics write them."""
     return f"{value:.6g}" if math.isfinite(value) else "-Inf" if value < 0 else "+Inf"
-
-
-def percent(ratio: float | None) -> str:
-    """A ratio B / A as a signed percentage, – where there is none."""
-    if ratio is None or math.isnan(ratio):
-        return "–"
-    if math.isinf(ratio) or ratio == 0.0:
-        return "∞" if ratio else "-100%"
-    return f"{ratio - 1:+.1%}"
 
 
 @dataclass(frozen=True)
@@ -158,7 +150,7 @@ class Row:
         """What was found, in one line."""
         e = self.evidence
         found = f"{self.case}: {self.ruling}, B / A {percent(e.ratio)}"
-        found += f" ({percent(e.low)} … {percent(e.high)}), e = {self.weight:.3g}"
+        found += f" ({interval(e)}), e = {self.weight:.3g}"
         found += f" after {e.blocks} blocks, MDE {percent(self.detectable)}"
         return "; ".join((found, *self.finding.reasons))
 

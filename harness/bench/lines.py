@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from collections.abc import Iterator
@@ -100,12 +101,17 @@ def append(path: Path, line: Line) -> None:
 def read(path: Path) -> Iterator[Line]:
     """Every line of a file, in order; a last line that was cut off is left out.
 
+    Args:
+        path: a ``bench.jsonl``, or one that was packed: ``bench.jsonl.gz``.
+
     Raises:
         UsageError: the file is missing, or a line is no record; the message names the line.
     """
     if not path.is_file():
         raise UsageError(rejected("bench records", str(path), "an existing file"))
-    text = path.read_text(encoding="utf-8")
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as file:
+        text = file.read()
     whole = text[: text.rfind("\n") + 1]
     for number, line in enumerate(whole.splitlines(), start=1):
         try:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from harness.bench.findings import Finding
 from harness.bench.record import Session, Trial
+from harness.evidence.judge import Evidence
 from harness.evidence.ruling import Ruling
 
 COLOURS = {
@@ -26,9 +27,16 @@ COLOURS = {
 HEADS = ("session", "workload", "metric", "ruling", "B / A", "95 %", "e", "MDE", "blocks")
 
 
-def percent(ratio: float) -> str:
-    """A ratio as a change, such as "+3.1 %"; an infinite bound is "…"."""
+def percent(ratio: float | None) -> str:
+    """A ratio as a change, such as "+3.1 %"; "…" where it has no bound, "–" where there is none."""
+    if ratio is None or math.isnan(ratio):
+        return "–"
     return f"{100 * (ratio - 1):+.1f} %" if 0.0 < ratio < math.inf else "…"
+
+
+def interval(evidence: Evidence) -> str:
+    """The bounds of its ratio, such as "-1.1 % to +6.9 %"."""
+    return f"{percent(evidence.low)} to {percent(evidence.high)}"
 
 
 def table(found: Sequence[Finding]) -> Table:
@@ -44,7 +52,7 @@ def table(found: Sequence[Finding]) -> Table:
             f.metric,
             Text(said, style=COLOURS[f.ruling]),
             percent(evidence.ratio),
-            f"{percent(evidence.low)} to {percent(evidence.high)}",
+            interval(evidence),
             f"{max(evidence.e_regressed, evidence.e_clear, evidence.e_improved):.3g}",
             "" if f.mde is None else percent(math.exp(f.mde)),
             f"{evidence.blocks} of {f.case.bounds.n_max}{dropped}",

@@ -220,8 +220,10 @@ class Supervisor:
         for future in self._questions.values():
             if not future.done():
                 future.set_exception(loss)
+        if self._closing:
+            return
         self.cannot_start = not self._was_ready
-        if self._was_ready and not self._closing:
+        if self._was_ready:
             self._restarts += 1
             self._again = self._loop.create_task(self._restart())
 

@@ -58,6 +58,7 @@ class Running:
     def __init__(self, spec: Launch, log: Path) -> None:
         self.spec, self.log, self.url = spec, log, spec.url
         self.started, self.patience_s = time.monotonic(), spec.ready_s
+        self._ready_s: float | None = None
         self._guard = _guarded(spec, log) if spec.argv else None
 
     @property
@@ -71,11 +72,15 @@ class Running:
         return self._guard.poll() is None if self._guard else Client(self.url).health()
 
     def wait_ready(self) -> float:
-        """Seconds from start until it says that it is well.
+        """Seconds from start until it said that it is well; once it did, it is not asked again.
+
+        sglang generates a token to say so, and looks a second later whether that came.
 
         Raises:
             NotReady: it ended first, or the deadline passed.
         """
+        if self._ready_s is not None:
+            return self._ready_s
         client = Client(self.url)
         while not client.health():
             if self._guard and (code := self._guard.poll()) is not None:
@@ -83,7 +88,8 @@ class Running:
             if time.monotonic() > self.started + self.patience_s:
                 raise NotReady(f"{self._who} not ready after {self.patience_s:.4g} s{self._end()}")
             time.sleep(POLL_S)
-        return time.monotonic() - self.started
+        self._ready_s = time.monotonic() - self.started
+        return self._ready_s
 
     def stop(self) -> None:
         """Stop every process of it; once is enough, more does nothing.

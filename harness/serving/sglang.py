@@ -75,6 +75,8 @@ def sglang(
             "SGLANG_GRPC_PORT": str(free_port()),
             # A thread a core in each of a wave's processes would make them wait for each other.
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            # Suites on a CPU have their own kernels interpreted; sglang's then end the scheduler.
+            "TRITON_INTERPRET": "0",
         },
         ready_s=READY_S,
     )

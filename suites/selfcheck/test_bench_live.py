@@ -1,6 +1,7 @@
 """A terminal shows bars and a table that live, a log one line a wave."""
 
 import io
+import math
 
 import pytest
 from rich.console import Console
@@ -24,6 +25,16 @@ def test_a_screen_shows_bars_and_a_table(tmp_path, terminal):
         assert shown == "2 blocks, 1 of 1 cases undecided\n"
 
 
-def test_percent():
-    assert percent(1.031) == "+3.1 %"
-    assert percent(float("inf")) == percent(0.0) == "…"
+@pytest.mark.parametrize(
+    ("shown", "ratio"),
+    [
+        ("+3.1 %", 1.031),
+        ("-5.0 %", 0.95),
+        ("…", math.inf),
+        ("…", 0.0),
+        ("–", None),
+        ("–", math.nan),
+    ],
+)
+def test_percent(shown, ratio):
+    assert percent(ratio) == shown

@@ -17,7 +17,7 @@ from ci.bench import __main__ as command
 from ci.bench import exports, github, junit, page, requests
 from ci.bench.book import Book
 from ci.bench.history import all_series
-from ci.bench.row import number, percent
+from ci.bench.row import number
 from fixtures import benched
 from fixtures.tables.margins import MARGINS
 from harness.bench.lines import append
@@ -216,21 +216,6 @@ def test_costs_turn_where_more_is_better(moved: Book) -> None:
     low, high = row.interval
     assert low < row.cost < high < 0
     assert (low, high) == pytest.approx((-math.log(row.evidence.high), -math.log(row.evidence.low)))
-
-
-@pytest.mark.parametrize(
-    ("shown", "value"),
-    [
-        ("+5.0%", 1.05),
-        ("-5.0%", 0.95),
-        ("–", None),
-        ("∞", math.inf),
-        ("-100%", 0.0),
-        ("–", math.nan),
-    ],
-)
-def test_percent(shown: str, value: float | None) -> None:
-    assert percent(value) == shown
 
 
 @pytest.mark.parametrize(

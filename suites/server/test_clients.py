@@ -12,7 +12,8 @@ import psutil
 import pytest
 import requests
 
-from fixtures.crowd import many, runs, settled, slowly, state, text, together, until
+from fixtures.crowd import many, runs, settled, slowly, state, text, together
+from fixtures.poll import eventually
 from harness.errors import Busy, ServerError
 from harness.serving.flush import flush
 
@@ -151,15 +152,12 @@ def test_a_killed_engine_is_named_and_started_again(fresh_server):
     asking = [threading.Thread(target=ask) for _ in range(3)]
     for thread in asking:
         thread.start()
-    until(served, lambda counts: counts["running"] == 3, "the requests do not run")
+    eventually(lambda: state(served), lambda counts: counts["running"] == 3)
     psutil.Process(served.client.server_info()["worker_pid"]).kill()
     for thread in asking:
         thread.join()
     assert all("503" in f and "the engine's process ended with -9" in f for f in failures)
     assert not served.client.health()
-    deadline = time.monotonic() + 30
-    while not served.client.health():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    eventually(served.client.health, within_s=30)
     assert served.client.server_info()["restarts"] == 1
     settled(served)

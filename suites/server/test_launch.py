@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from fixtures.poll import eventually
 from fixtures.stub_server import Reply, StubServer, script
 from harness.errors import NotReady, ServerError
 from harness.serving import launch as launching
@@ -47,13 +47,6 @@ def alive(found: list[int]) -> list[int]:
     return [pid for pid in found if psutil.pid_exists(pid)]
 
 
-def eventually(holds: Callable[[], bool], within_s: float = SOON_S) -> bool:
-    deadline = time.monotonic() + within_s
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return holds()
-
-
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
     return tmp_path / "logs" / "server.log"
@@ -68,7 +61,7 @@ def test_nothing_outlives_a_server(log: Path) -> None:
         family = psutil.Process(running.pid).children(recursive=True)
         assert set(found) <= {process.pid for process in family}
         assert "home here" in log.read_text()
-        assert eventually(lambda: log.read_text().splitlines().count("up") == 2)
+        eventually(lambda: log.read_text().splitlines().count("up") == 2)
         assert os.getsid(running.pid) != os.getsid(0), "a terminal's Ctrl-C must not reach it"
     assert alive(found) == []
     assert log.read_text().count("asked") == 2, "its children may put things in order"
@@ -102,14 +95,14 @@ input()
         found = pids(log)
         launcher.kill()
     assert launcher.returncode == -signal.SIGKILL
-    assert eventually(lambda: not alive(found))
+    eventually(lambda: not alive(found))
 
 
 def test_nothing_outlives_a_guard_that_is_asked_to_end(log: Path) -> None:
     with launch(stub(), log) as running:
         found = pids(log)
         psutil.Process(running.pid).terminate()
-        assert eventually(lambda: not running.alive)
+        eventually(lambda: not running.alive)
         assert alive(found) == []
 
 
@@ -118,7 +111,7 @@ def test_nothing_outlives_a_server_that_died(log: Path) -> None:
         found = pids(log)
         server = next(pid for pid in found if "stub_process" in "".join(_words(pid)))
         psutil.Process(server).kill()
-        assert eventually(lambda: not running.alive)
+        eventually(lambda: not running.alive)
         assert alive(found) == []
 
 
@@ -158,6 +151,13 @@ def test_a_server_that_is_never_well_is_stopped_at_the_deadline(log: Path) -> No
     ):
         pytest.fail("it was never ready")
     assert alive(pids(log)) == []
+
+
+def test_a_server_that_was_ready_is_not_asked_again(log: Path) -> None:
+    with StubServer(script(Reply(), Reply())) as server, launch(attached(server.url), log) as one:
+        asked = len(server.asked)
+        assert one.wait_ready() == one.wait_ready() > 0
+        assert len(server.asked) == asked
 
 
 def test_servers_start_side_by_side(tmp_path: Path) -> None:
@@ -210,13 +210,13 @@ def test_a_server_that_a_user_ends_leaves_nothing_behind(log: Path, number: sign
     log.parent.mkdir()
     with log.open("wb") as output, subprocess.Popen(spec.argv, cwd=ROOT, stdout=output) as served:
         try:
-            assert eventually(Client(spec.url).health, READY_S), log.read_text()
+            eventually(Client(spec.url).health, within_s=READY_S)
             engines = psutil.Process(served.pid).children(recursive=True)
             assert engines
             served.send_signal(number)
             served.wait(SOON_S)
         finally:
             served.kill()
-    assert eventually(lambda: not any(engine.is_running() for engine in engines))
+    eventually(lambda: not any(engine.is_running() for engine in engines))
     with pytest.raises(ServerError):
         Client(spec.url).server_info()

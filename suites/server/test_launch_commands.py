@@ -90,6 +90,10 @@ def test_the_grpc_port_is_one() -> None:
     assert all(0 < port < 65_536 for port in ports)
 
 
+def test_kernels_of_sglang_are_compiled_whatever_these_suites_do_with_theirs() -> None:
+    assert of_pair("gqa").env["TRITON_INTERPRET"] == "0"
+
+
 def test_without_a_draft_nothing_is_speculated() -> None:
     argv = of_pair("gqa", draft=None).argv
     assert not any("speculative" in word for word in argv)

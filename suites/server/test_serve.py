@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from fixtures.goldens import MODELS
+from fixtures.poll import eventually
 from harness.embedded import build
 from harness.embedded.__main__ import main
 from harness.embedded.messages import Options
@@ -60,6 +63,20 @@ def test_an_engine_that_cannot_start_ends_the_server(words: tuple[str, ...], mes
     assert "specgate serve: " in done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_who_is_ended_before_the_engine_is_ready_did_not_fail_to_start() -> None:
+    command = [sys.executable, "-m", "harness", "serve", "--pair", "gqa"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as served:
+        try:
+            eventually(psutil.Process(served.pid).children)
+            served.terminate()
+            served.wait(30)
+        finally:
+            served.kill()
+        assert served.stdout is not None
+        assert served.stdout.read() == b""
+    assert served.returncode in (0, -signal.SIGTERM)
 
 
 def test_a_kernel_for_other_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
