@@ -127,7 +127,9 @@ def slopes(rows: Sequence[Row]) -> Any:
         for place, (arm, value) in enumerate(zip(block.order, block.values, strict=False))
     ]
     x = alt.X("place:Q", title="run order, by block", axis=alt.Axis(tickMinStep=1))
-    y = alt.Y("value:Q", title=None, scale=alt.Scale(zero=False))
+    # Digits enough for a panel whose values are all the same.
+    axis = alt.Axis(format=".4~g")
+    y = alt.Y("value:Q", title=None, axis=axis, scale=alt.Scale(zero=False))
     opacity = alt.Opacity(
         "state:N", scale=alt.Scale(domain=["used", "dropped"], range=[1, 0.25]), legend=None
     )

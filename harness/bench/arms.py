@@ -32,6 +32,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "embedded": (*COMMON, *EMBEDDED),
     "sglang": (*COMMON, "backend", "target", "draft", "args", *SGLANG),
 }
+DEFAULT_PAIR = "gqa"
 VERSIONS = "import importlib.metadata as m, sys; print(*(m.version(p) for p in sys.argv[1:]))"
 
 
@@ -54,6 +55,17 @@ class Arm:
     url: str = ""
     slowdown: float = 0.0
     pairs: Mapping[str, Path] = field(default_factory=dict)
+
+    @property
+    def pair(self) -> str | None:
+        """Name of the shipped pair that it serves, None where nothing is known of its model."""
+        is_known = self.kind != "url" and "target" not in self.options
+        return self.options.get("pair", DEFAULT_PAIR) if is_known else None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it computes in float32."""
+        return self.kind == "embedded" and self.options.get("kernel", "reference") == "reference"
 
     @property
     def slows_itself(self) -> bool:
@@ -92,8 +104,8 @@ class Arm:
         if self.kind == "embedded":
             chosen: dict[str, Any] = {name: self.options.get(name) for name in EMBEDDED}
             chosen["slowdown"] = self.slowdown or None
-            return launch.embedded(self.options.get("pair", "gqa"), python=python, **chosen)
-        folder = self.pairs.get(self.options.get("pair", "gqa"))
+            return launch.embedded(self.pair or DEFAULT_PAIR, python=python, **chosen)
+        folder = self.pairs.get(self.pair or "")
         numbers = {name: int(self.options[name]) for name in SGLANG if name in self.options}
         target = self.options.get("target") or (folder and folder / "target")
         draft = self.options.get("draft") or (folder and folder / "draft")

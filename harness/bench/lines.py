@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +29,8 @@ from harness.evidence.margin import Bounds
 from harness.record import Environment
 
 FORMAT = 1
+PACKED = ".gz"
+"""Ending of records that were packed; they can be read, and not be added to."""
 
 
 def to_json(line: Line) -> str:
@@ -109,15 +112,22 @@ def read(path: Path) -> Iterator[Line]:
     """
     if not path.is_file():
         raise UsageError(rejected("bench records", str(path), "an existing file"))
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as file:
-        text = file.read()
+    text = _text(path)
     whole = text[: text.rfind("\n") + 1]
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
             yield from_json(line)
         except UsageError as error:
             raise UsageError(f"{path}:{number}: {error}") from error
+
+
+def _text(path: Path) -> str:
+    if path.suffix != PACKED:
+        return path.read_text(encoding="utf-8")
+    try:
+        return gzip.decompress(path.read_bytes()).decode()
+    except (EOFError, OSError, zlib.error) as error:
+        raise UsageError(rejected("bench records", str(path), f"a whole {PACKED} file")) from error
 
 
 def mend(path: Path) -> None:

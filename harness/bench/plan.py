@@ -12,7 +12,7 @@ from harness.bench.record import CasePlan, Role, Session, Workload
 from harness.errors import UsageError, rejected
 from harness.evidence.blocks import Design
 from harness.evidence.estimates import spread
-from harness.evidence.families import nightly
+from harness.evidence.families import control, nightly
 from harness.evidence.margin import Margin
 from harness.evidence.martingale import DEFAULT_SCALE
 from harness.record import Environment
@@ -100,7 +100,7 @@ def sessions(setup: Setup, levels: Levels, environment: Environment) -> list[Ses
             b=facts[setup.arms(role)["B"].spec],
             seed=f"{setup.seed}/{role}",
             design=setup.design,
-            thresholds=nightly(len(gated)),
+            thresholds=(control if role is Role.SAME else nightly)(len(gated)),
             workloads=setup.workloads,
             cases=tuple(_case(setup, *row, levels) for row in gated if _asked(role, row[1])),
             started=started,

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from harness.bench.findings import Finding
-from harness.bench.lines import append, mend, read
+from harness.bench.lines import PACKED, append, mend, read
 from harness.bench.live import Screen
 from harness.bench.plan import Levels, Setup, check_resumed, sessions
 from harness.bench.record import Line, Session
@@ -68,6 +68,8 @@ class Run:
             ).run()
 
     def _begin(self, logs: Path) -> list[Line]:
+        if self.out.suffix == PACKED:
+            raise UsageError(rejected("out", str(self.out), "a file that is not packed"))
         if self.out.exists() and not self.resume:
             raise UsageError(rejected("out", str(self.out), "a new file, or --resume"))
         if self.out.exists():

@@ -48,6 +48,8 @@ class Trials:
         warm_ups: of every workload on every server, before it is first measured there.
         passes: of every trial; every pass is behind a flush of its own.
         connect, empty: client and flush of a URL.
+        check: raises ``ContractError`` where a server answers wrongly, asked before every warm-up;
+            None where nobody knows what is right.
     """
 
     prompts: Callable[[Workload], Sequence[Prompt]]
@@ -56,6 +58,7 @@ class Trials:
     passes: int = PASSES
     connect: Callable[[str], Client] = Client
     empty: Callable[[str], Flushed] = flush
+    check: Callable[[Arm, Client, Workload], None] | None = None
     warm: dict[tuple[str, str], float] = field(default_factory=dict, repr=False)
     """Milliseconds a step by (URL, workload), of what has been warmed up."""
 
@@ -84,6 +87,8 @@ class Trials:
 
         where = (server.url, workload.id)
         if where not in self.warm:
+            if self.check:
+                self.check(arm, self.connect(server.url), workload)
             passes = [send() for _ in range(self.warm_ups)]
             self.warm[where] = metrics(passes[1:] or passes).get("step_time", 0.0)
         with (
@@ -94,6 +99,7 @@ class Trials:
                 measured.flushes.append(self.empty(server.url))
                 measured.passes.append(send())
         measured.machine = probe.facts()
+        measured.correct = True if self.check else None
 
     @contextmanager
     def _slowed(
@@ -121,6 +127,7 @@ class _Measured:
     machine: dict[str, Any] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     sleep_s: float = 0.0
+    correct: bool | None = None
 
     def fields(self, workload: Workload) -> dict[str, Any]:
         """Of ``Trial``, as far as measuring gives them."""
@@ -134,6 +141,7 @@ class _Measured:
             cached_tokens=cached,
             # The pass behind a flush is its proof: the same prompts were cached before it.
             flushed=bool(self.flushes) and not cached,
+            correct=self.correct,
         )
         return {
             "metrics": {} if self.wrong else metrics(self.passes),

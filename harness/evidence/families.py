@@ -12,7 +12,7 @@ from harness.evidence.judge import Evidence
 from harness.evidence.margin import checked
 from harness.evidence.ruling import Ruling
 
-ALPHA = 0.05
+ALPHA, CONTROL_ALPHA = 0.05, 0.01
 PR_CASES = 10
 """Most gated primaries of a pull request."""
 
@@ -31,6 +31,15 @@ def bonferroni(cases: int) -> Thresholds:
 def nightly(cases: int) -> Thresholds:
     """Where a case of a nightly table stops: at what would be flagged even if it were alone."""
     return Thresholds(blame=max(checked("cases", cases) / ALPHA, Thresholds().blame))
+
+
+def control(cases: int) -> Thresholds:
+    """Thresholds of an A/A session of so many cases: one false alarm would end the whole night.
+
+    That any case is blamed or praised by chance has at most ``CONTROL_ALPHA``.
+    """
+    directions = 2
+    return Thresholds(blame=directions * checked("cases", cases) / CONTROL_ALPHA)
 
 
 def e_bh(e_values: Mapping[str, float], q: float = ALPHA) -> frozenset[str]:

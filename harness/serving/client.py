@@ -103,6 +103,14 @@ class Client:
             return False
         return answer.status_code == requests.codes.ok
 
+    def answers(self) -> bool:
+        """Whether the server answers at all, whatever it says."""
+        try:
+            self._session.get(f"{self.base_url}/v1/models", timeout=HEALTH_S)
+        except requests.RequestException:
+            return False
+        return True
+
     def server_info(self) -> dict[str, Any]:
         """What ``/server_info`` says."""
         return dict(self._call("GET", "/server_info").json())

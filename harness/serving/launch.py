@@ -72,23 +72,23 @@ class Running:
         return self._guard.poll() is None if self._guard else Client(self.url).health()
 
     def wait_ready(self) -> float:
-        """Seconds from start until it said that it is well; once it did, it is not asked again.
+        """Seconds from start until it said that it is well; later it need only answer.
 
-        sglang generates a token to say so, and looks a second later whether that came.
+        sglang generates a token to say that it is well, and looks a second later whether that came.
 
         Raises:
-            NotReady: it ended first, or the deadline passed.
+            NotReady: it ended, or the deadline passed.
         """
-        if self._ready_s is not None:
-            return self._ready_s
         client = Client(self.url)
-        while not client.health():
+        while not (client.health() if self._ready_s is None else client.answers()):
             if self._guard and (code := self._guard.poll()) is not None:
-                raise NotReady(f"{self._who} ended with {code} before it was ready{self._end()}")
+                when = "before" if self._ready_s is None else "after"
+                raise NotReady(f"{self._who} ended with {code} {when} it was ready{self._end()}")
             if time.monotonic() > self.started + self.patience_s:
                 raise NotReady(f"{self._who} not ready after {self.patience_s:.4g} s{self._end()}")
             time.sleep(POLL_S)
-        self._ready_s = time.monotonic() - self.started
+        if self._ready_s is None:
+            self._ready_s = time.monotonic() - self.started
         return self._ready_s
 
     def stop(self) -> None:

@@ -115,7 +115,8 @@ def test_a_command_line_that_makes_no_sense_ends_with_2(words, message, capsys):
 
 def test_every_workload_of_the_table_has_its_prompts():
     assert set(DEFAULT) <= set(WORKLOADS)
-    made = bench.trials(bench.parser().parse_args(["--a", "embedded:"])).prompts
+    options = bench.parser().parse_args(["--a", "embedded:", "--sessions", "A/A"])
+    made = bench.trials(options, bench.setup(options)).prompts
     for workload in WORKLOADS.values():
         asked = made(workload)
         assert len(asked) == workload.requests

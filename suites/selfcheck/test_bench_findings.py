@@ -1,11 +1,14 @@
 """A file of records alone says what a benchmark showed, and what in it is no record."""
 
+from pathlib import Path
+
 import pytest
 
+from fixtures import bench
 from fixtures.tables.margins import MARGINS
 from fixtures.tables.workloads import WORKLOADS
 from harness.bench import __main__ as compare
-from harness.bench.findings import findings
+from harness.bench.findings import findings, verdict
 from harness.bench.lines import append
 from harness.bench.record import ArmFacts, CasePlan, Role, Session, Trial
 from harness.environment import environment
@@ -14,6 +17,8 @@ from harness.evidence.blocks import Design, toss
 from harness.evidence.conditions import Conditions
 from harness.evidence.decision import Thresholds
 from harness.evidence.ruling import Ruling
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "example" / "bench.jsonl.gz"
 
 
 def records(path, *, ratio=1.05, blocks=16, mhz=(None, None), counts=({}, {}), role=Role.SAME):
@@ -80,6 +85,25 @@ def test_compare_judges_a_file_again(tmp_path, capsys):
     assert "+5.0 %" in printed
     assert "verdict: invalid" in printed  # nobody asked about a candidate
     assert compare.main([str(tmp_path / "none")]) == 2
+
+
+def test_the_example_is_judged_as_its_report_says():
+    night = verdict(findings(compare.read(EXAMPLE)))
+    ruled = {(f.role, f.metric): f.ruling for f in night.findings}
+    assert night.ruling is Ruling.REGRESSED
+    assert ruled[Role.CANDIDATE, "step_time"] is ruled[Role.PLANTED, "step_time"] is night.ruling
+    assert ruled[Role.SAME, "step_time"] is Ruling.INCONCLUSIVE
+    assert ruled[Role.CANDIDATE, "accept_length"] is ruled[Role.SAME, "ttft"] is Ruling.OK
+
+
+def test_packed_records_are_read_and_not_added_to(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "rise", lambda: None)  # would outlive the test
+    packed = tmp_path / "bench.jsonl.gz"
+    packed.write_bytes(EXAMPLE.read_bytes()[:-100])
+    assert compare.main([str(packed)]) == 2
+    assert "bench.jsonl.gz' is not accepted; accepted: a whole .gz file" in capsys.readouterr().err
+    assert bench.main(["--a=embedded:", "--sessions=A/A", f"--out={packed}", "--resume"]) == 2
+    assert "accepted: a file that is not packed" in capsys.readouterr().err
 
 
 def test_lines_that_are_no_records_are_named(tmp_path):

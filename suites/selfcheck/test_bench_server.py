@@ -30,6 +30,7 @@ def test_one_block_of_both_controls(tmp_path, capsys, monkeypatch):
         assert trial.invalid == ()
         assert trial.conditions.output_tokens == 2 * 32
         assert (trial.conditions.cached_tokens, trial.conditions.flushed) == (0, True)
+        assert trial.conditions.correct is True
         assert trial.flush_tries >= 1
     # Both arms decode the same tokens in the same steps, however long they take.
     assert len({trial.metrics["accept_length"] for trial in trials}) == 1

@@ -170,6 +170,29 @@ def test_a_server_is_warmed_up_once_for_each_workload():
     assert [entry[0] for entry in log] == [*warm, *measured, *measured, *warm, *measured]
 
 
+def test_answers_are_checked_before_every_warm_up():
+    log, arm = [], parse("embedded:")
+
+    def check(arm, client, workload):
+        log.append(("check", arm.pair, workload.id))
+
+    made = replace(trials(log), check=check)
+    found = [made.run(SEAT, arm, Server(), LOOP) for _ in range(2)]
+    assert [trial.conditions.correct for trial in found] == [True, True]
+    assert [entry for entry in log if entry[0] == "check"] == [("check", "gqa", "loop")]
+    assert log[0] == ("check", "gqa", "loop")
+    assert trials([]).run(SEAT, arm, Server(), LOOP).conditions.correct is None
+
+
+def test_a_server_that_answers_wrongly_has_no_speed():
+    def check(arm, client, workload):
+        raise ContractError("prompt 3 of gqa: tokens: item 1 is 5, expected 6")
+
+    trial = replace(trials([]), check=check).run(SEAT, parse("embedded:"), Server(), LOOP)
+    assert trial.invalid == ("ContractError: prompt 3 of gqa: tokens: item 1 is 5, expected 6",)
+    assert trial.metrics == {}
+
+
 @pytest.mark.parametrize(
     ("batch_size", "counts"),
     [(1, {"completion_tokens": 60, "spec_verify_ct": 24}), (2, {})],

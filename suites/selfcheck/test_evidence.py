@@ -15,7 +15,7 @@ from harness.errors import ContractError, UsageError
 from harness.evidence import simulation
 from harness.evidence.blocks import Block, Design, toss
 from harness.evidence.estimates import detectable, hodges_lehmann, interval, spread
-from harness.evidence.families import Control, believe, bonferroni, e_bh, nightly, settle
+from harness.evidence.families import Control, believe, bonferroni, control, e_bh, nightly, settle
 from harness.evidence.judge import Plan, judge
 from harness.evidence.margin import Bounds
 from harness.evidence.martingale import log_e, scales
@@ -171,6 +171,7 @@ def test_quads_forget_a_linear_drift():
 def test_families():
     assert [bonferroni(k).blame for k in (1, 5, 10)] == pytest.approx([100.0, 100.0, 200.0])
     assert nightly(20).blame == pytest.approx(400.0)
+    assert control(5).blame == pytest.approx(1000.0)  # five cases, two directions, one in 100
     with pytest.raises(UsageError, match="cases = 11"):
         bonferroni(11)
     # K = 4 at 5 %: 80 for one, 40 each for two, 26.7 for three.

@@ -218,6 +218,13 @@ def test_health_is_200(status: int, well: bool) -> None:
     assert server.asked[0].path == "/health"
 
 
+@pytest.mark.parametrize("status", [200, 401, 503])
+def test_who_says_anything_answers(status: int) -> None:
+    with StubServer(script(Reply(status))) as server:
+        assert Client(server.url).answers()
+    assert not Client(server.url).answers()
+
+
 def test_what_a_server_says_of_itself() -> None:
     said = {
         "/server_info": {"page_size": 16, "dp_size": 2, "version": "0.5.14"},

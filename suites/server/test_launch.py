@@ -43,6 +43,11 @@ def pids(log: Path) -> list[int]:
     return found
 
 
+def server_of(log: Path) -> int:
+    """The one of its processes that answers."""
+    return next(p for p in pids(log) if "stub_process" in "".join(psutil.Process(p).cmdline()))
+
+
 def alive(found: list[int]) -> list[int]:
     return [pid for pid in found if psutil.pid_exists(pid)]
 
@@ -109,14 +114,9 @@ def test_nothing_outlives_a_guard_that_is_asked_to_end(log: Path) -> None:
 def test_nothing_outlives_a_server_that_died(log: Path) -> None:
     with launch(stub(), log) as running:
         found = pids(log)
-        server = next(pid for pid in found if "stub_process" in "".join(_words(pid)))
-        psutil.Process(server).kill()
+        psutil.Process(server_of(log)).kill()
         eventually(lambda: not running.alive)
         assert alive(found) == []
-
-
-def _words(pid: int) -> list[str]:
-    return psutil.Process(pid).cmdline()
 
 
 def test_death_is_reported_at_once_with_the_end_of_the_log(log: Path) -> None:
@@ -153,11 +153,21 @@ def test_a_server_that_is_never_well_is_stopped_at_the_deadline(log: Path) -> No
     assert alive(pids(log)) == []
 
 
-def test_a_server_that_was_ready_is_not_asked_again(log: Path) -> None:
-    with StubServer(script(Reply(), Reply())) as server, launch(attached(server.url), log) as one:
-        asked = len(server.asked)
-        assert one.wait_ready() == one.wait_ready() > 0
-        assert len(server.asked) == asked
+def test_a_server_that_was_ready_need_only_answer(log: Path) -> None:
+    answers = script(Reply(), Reply(503), Reply(401))
+    with StubServer(answers) as server, launch(attached(server.url), log) as running:
+        assert running.wait_ready() == running.wait_ready() > 0
+        assert [asked.path for asked in server.asked] == ["/health", "/v1/models", "/v1/models"]
+
+
+def test_a_server_that_died_when_it_was_ready_is_given_up_at_once(log: Path) -> None:
+    with launch(stub(), log) as running:
+        started = time.monotonic()
+        psutil.Process(server_of(log)).kill()
+        eventually(lambda: not running.alive)
+        with pytest.raises(NotReady, match=r"ended with -?\d+ after it was ready(.|\n)*pid"):
+            running.wait_ready()
+        assert time.monotonic() - started < SOON_S
 
 
 def test_servers_start_side_by_side(tmp_path: Path) -> None:
