@@ -101,7 +101,7 @@ class Client:
             answer = self._session.get(f"{self.base_url}/health", timeout=HEALTH_S)
         except requests.RequestException:
             return False
-        return answer.status_code == requests.codes.ok
+        return bool(answer.status_code == requests.codes.ok)
 
     def answers(self) -> bool:
         """Whether the server answers at all, whatever it says."""
