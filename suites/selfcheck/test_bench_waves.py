@@ -118,6 +118,9 @@ def test_equal_arms_are_ok_and_the_planted_slowdown_is_found(tmp_path, monkeypat
     assert (night.ruling, night.reasons) == (Ruling.OK, ())
     assert all(f.mde and 0.01 < f.mde < 0.06 for f in found if f.metric == "tpot")
     assert findings(read(tmp_path / "bench.jsonl")) == found
+    # Four cases: 80 would do, none asks for less than 100; A/A pays for two directions and 1 %.
+    asked = {f.role: f.session.thresholds.blame for f in found}
+    assert asked == pytest.approx({Role.CANDIDATE: 100, Role.SAME: 800, Role.PLANTED: 100})
     assert set(scales(found)) == {("small", f.metric) for f in found if f.role is Role.SAME}
 
 
