@@ -60,7 +60,11 @@ class Arm:
     def pair(self) -> str | None:
         """Name of the shipped pair that it serves, None where nothing is known of its model."""
         is_known = self.kind != "url" and "target" not in self.options
-        return self.options.get("pair", DEFAULT_PAIR) if is_known else None
+        return self._named_pair if is_known else None
+
+    @property
+    def _named_pair(self) -> str:
+        return self.options.get("pair", DEFAULT_PAIR)
 
     @property
     def is_exact(self) -> bool:
@@ -104,8 +108,8 @@ class Arm:
         if self.kind == "embedded":
             chosen: dict[str, Any] = {name: self.options.get(name) for name in EMBEDDED}
             chosen["slowdown"] = self.slowdown or None
-            return launch.embedded(self.pair or DEFAULT_PAIR, python=python, **chosen)
-        folder = self.pairs.get(self.pair or "")
+            return launch.embedded(self._named_pair, python=python, **chosen)
+        folder = self.pairs.get(self._named_pair)
         numbers = {name: int(self.options[name]) for name in SGLANG if name in self.options}
         target = self.options.get("target") or (folder and folder / "target")
         draft = self.options.get("draft") or (folder and folder / "draft")

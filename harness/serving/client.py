@@ -97,19 +97,17 @@ class Client:
 
     def health(self) -> bool:
         """Whether the server says that it is well."""
-        try:
-            answer = self._session.get(f"{self.base_url}/health", timeout=HEALTH_S)
-        except requests.RequestException:
-            return False
-        return bool(answer.status_code == requests.codes.ok)
+        return bool(self._status("/health") == requests.codes.ok)
 
     def answers(self) -> bool:
         """Whether the server answers at all, whatever it says."""
+        return self._status("/v1/models") is not None
+
+    def _status(self, path: str) -> int | None:
         try:
-            self._session.get(f"{self.base_url}/v1/models", timeout=HEALTH_S)
+            return self._session.get(self.base_url + path, timeout=HEALTH_S).status_code
         except requests.RequestException:
-            return False
-        return True
+            return None
 
     def server_info(self) -> dict[str, Any]:
         """What ``/server_info`` says."""

@@ -11,18 +11,9 @@ from fixtures.goldens import load_prompt, prompts
 from fixtures.tables.workloads import WORKLOADS
 from harness.bench.arms import parse
 from harness.errors import ContractError
-from harness.serving.client import Answer
+from harness.serving.vllm import NOTHING
 
 BATCH = WORKLOADS["smoke-bs2-in32-out32"]
-NOTHING = Answer(
-    output_ids=(),
-    text="",
-    prompt_tokens=0,
-    completion_tokens=0,
-    cached_tokens=0,
-    spec_verify_ct=0,
-    finish_reason="length",
-)
 
 
 class Client:

@@ -14,6 +14,7 @@ import requests
 
 from fixtures.crowd import many, runs, settled, slowly, state, text, together
 from fixtures.poll import eventually
+from fixtures.servers import SHORT
 from harness.errors import Busy, ServerError
 from harness.serving.flush import flush
 
@@ -27,7 +28,7 @@ seconds whether somebody who waits for a whole answer is still there."""
 def raw(server, *, stream: bool) -> socket.socket:
     """A connection that has sent a long request and reads nothing."""
     sampling = {"max_new_tokens": many(server), "ignore_eos": True}
-    body = json.dumps({"input_ids": [9, 8, 7], "stream": stream, "sampling_params": sampling})
+    body = json.dumps({"input_ids": SHORT, "stream": stream, "sampling_params": sampling})
     address = urlsplit(server.url)
     connection = socket.create_connection((address.hostname, address.port), timeout=30)
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
@@ -60,7 +61,7 @@ def test_a_stream_that_is_not_read_holds_nobody_up(server):
 def test_an_aborted_request_is_told_so(server):
     answers = []
     body = {
-        "input_ids": [9, 8, 7],
+        "input_ids": SHORT,
         "rid": "to be aborted",
         "sampling_params": {"max_new_tokens": many(server), "ignore_eos": True},
     }
@@ -82,9 +83,7 @@ def test_an_aborted_request_is_told_so(server):
 def test_all_are_aborted_at_once(server):
     answers = []
     asking = [
-        threading.Thread(
-            target=lambda: answers.append(server.client.generate([9, 8, 7], many(server)))
-        )
+        threading.Thread(target=lambda: answers.append(server.client.generate(SHORT, many(server))))
         for _ in range(3)
     ]
     with slowly(server):
@@ -147,7 +146,7 @@ def test_a_killed_engine_is_named_and_started_again(fresh_server):
 
     def ask() -> None:
         with pytest.raises(ServerError) as caught:
-            served.client.generate([9, 8, 7], LONG)
+            served.client.generate(SHORT, LONG)
         failures.append(str(caught.value))
 
     asking = [threading.Thread(target=ask) for _ in range(3)]
