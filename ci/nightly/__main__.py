@@ -1,10 +1,13 @@
-"""``python -m ci.nightly [--dry-run]``: check the machine, run every stage, write what it shows."""
+"""``python -m ci.nightly [--dry-run] [-- BENCH OPTIONS]``: check, run every stage, show.
+
+What follows ``--`` goes to ``specgate bench``, behind the options of ``nightly.toml``.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +30,32 @@ def parser(config: Config) -> argparse.ArgumentParser:
     bench = config["bench"]
     made.add_argument("--reference", default=bench["reference"], metavar="PIN", help="arm A")
     made.add_argument("--candidate", default=bench["candidate"], metavar="PIN", help="arm B")
+    made.add_argument("--attention-backend", metavar="NAME", help="not the machine's own")
+    made.add_argument("--unpinned", action="store_true", help="accept other versions of packages")
     made.add_argument("--gpu", metavar="MAJOR.MINOR", help="whose kernels a dry run plans for")
     return made
 
 
-def nightly(config: Config, options: argparse.Namespace) -> int:
+def nightly(config: Config, options: argparse.Namespace, bench: Sequence[str]) -> int:
     """Exit code: 0 green, 1 red.
+
+    Args:
+        config: ``nightly.toml``.
+        options: of the command line.
+        bench: what else the benchmark is told.
 
     Raises:
         UsageError: what is asked cannot be planned.
     """
     if options.gpu and not options.dry_run:
         raise UsageError(rejected("--gpu", options.gpu, "nothing: a real run asks the driver"))
-    here = machine.detect(config, options.gpu)
-    pins = {"reference": options.reference, "candidate": options.candidate}
-    night = stages.plan(here, config, options.report, **pins)
+    here = machine.detect(config, options.gpu).serving(options.attention_backend)
+    arms = stages.arms_of({"reference": options.reference, "candidate": options.candidate})
+    night = stages.plan(here, config, options.report, arms, bench)
     planned = trials.planned(here.sm)
     extras = (*EXTRAS, "gpu") if here.gpus else EXTRAS
-    found = checks.checks(extras, options.report, config["free_gib"] if here.gpus else 0.0)
+    free_gib = free_gib_needed(config, arms) if here.gpus else 0.0
+    found = checks.checks(extras, options.report, free_gib, unpinned=options.unpinned)
     show(Console(highlight=False, soft_wrap=True), here, planned, found, night)
     wrong = [f"{check.name}: {check.said}" for check in found if check.holds is False]
     if not here.gpus and not options.dry_run:
@@ -52,12 +63,20 @@ def nightly(config: Config, options: argparse.Namespace) -> int:
     for line in wrong:
         print(f"nightly: {line}", file=sys.stderr)
     codes = {} if wrong or options.dry_run else run.run_stages(night, options.report)
-    told = [*run.lines(codes), *left_over(config, here, options.report, night, codes)]
+    unpinned = [check.said for check in found if check.name == "packages" and options.unpinned]
+    left = left_over(config, here, options.report, night, codes)
+    told = [*run.lines(codes), *unpinned, *left]
     print(*told, sep="\n")
     if wrong or options.dry_run:
         return 1 if wrong else 0
     green = run.publish(options.report, options.history or options.report / "history.jsonl", told)
     return 0 if green and not any(codes.values()) else 1
+
+
+def free_gib_needed(config: Config, arms: Mapping[str, stages.Arm]) -> float:
+    """Room that a night takes; an arm that somebody else installed takes none."""
+    made = [arm for arm in arms.values() if not arm.is_python]
+    return float(config["free_gib"] + config["free_gib_environment"] * len(made))
 
 
 def left_over(
@@ -80,9 +99,10 @@ def left_over(
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 green, 1 red, 2 for what cannot be asked."""
     config = machine.configuration()
-    options = parser(config).parse_args(argv)
+    split = argv.index("--") if "--" in argv else len(argv)
+    options = parser(config).parse_args(argv[:split])
     try:
-        return nightly(config, options)
+        return nightly(config, options, argv[split + 1 :])
     except UsageError as error:
         print(f"nightly: {error}", file=sys.stderr)
         return 2

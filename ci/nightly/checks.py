@@ -37,10 +37,13 @@ def started(module: str, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def checks(extras: Sequence[str], folder: Path, free_gib: float) -> list[Check]:
+def checks(
+    extras: Sequence[str], folder: Path, free_gib: float, *, unpinned: bool = False
+) -> list[Check]:
     """All of them, in the order they are printed."""
     stack = "gpu" if "gpu" in extras else "cpu"
-    return [signatures(), packages(extras, stack), disk(folder, free_gib)]
+    asked = accepted(extras) if unpinned else packages(extras, stack)
+    return [signatures(), asked, disk(folder, free_gib)]
 
 
 def signatures() -> Check:
@@ -67,9 +70,25 @@ def packages(extras: Sequence[str], stack: str) -> Check:
     """Whether every requirement of these extras is installed at its pinned version."""
     pins = dict(pinned("constraints.txt", f"constraints-{stack}.txt"))
     wanted = requirements(extras)
-    wrong = list(_misfits(wanted, pins))
+    wrong = []
+    for requirement in wanted:
+        name, found = canonicalize_name(requirement.name), installed(requirement) or "none"
+        if found != pins.get(name):
+            wrong.append(f"{name} {pins.get(name, 'unpinned')} is pinned, {found} is installed")
     said = "; ".join(wrong) or f"{len(wanted)} requirements are installed as pinned for {stack}"
     return Check("packages", not wrong, said)
+
+
+def accepted(extras: Sequence[str]) -> Check:
+    """Whether every requirement of these extras is installed at a version that it accepts."""
+    wanted = [(requirement, installed(requirement)) for requirement in requirements(extras)]
+    wrong = [
+        f"{requirement} is required, {found or 'none'} is installed"
+        for requirement, found in wanted
+        if found is None or found not in requirement.specifier
+    ]
+    here = ", ".join(f"{requirement.name} {found}" for requirement, found in wanted)
+    return Check("packages", not wrong, "; ".join(wrong) or f"not held to their pins: {here}")
 
 
 def pinned(*names: str) -> Iterator[tuple[str, str]]:
@@ -88,15 +107,12 @@ def requirements(extras: Collection[str]) -> list[Requirement]:
     return [one for one in wanted if one.marker is None or one.marker.evaluate()]
 
 
-def _misfits(wanted: Sequence[Requirement], pins: dict[str, str]) -> Iterator[str]:
-    for requirement in wanted:
-        name = canonicalize_name(requirement.name)
-        try:
-            found = version(name).partition("+")[0]
-        except PackageNotFoundError:
-            found = "none"
-        if found != pins.get(name):
-            yield f"{name} {pins.get(name, 'unpinned')} is pinned, {found} is installed"
+def installed(requirement: Requirement) -> str | None:
+    """Public version of the package, None where there is none."""
+    try:
+        return version(canonicalize_name(requirement.name)).partition("+")[0]
+    except PackageNotFoundError:
+        return None
 
 
 def disk(folder: Path, free_gib: float) -> Check:

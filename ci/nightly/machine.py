@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,11 @@ class Machine:
     def kernels(self) -> list[str]:
         """Names of the real kernels that it runs."""
         return [name for name, reason in refusals(self.sm).items() if reason is None]
+
+    def serving(self, attention_backend: str | None) -> Machine:
+        """The same machine, whose servers attend with this backend where one is named."""
+        changes = {"attention_backend": attention_backend} if attention_backend else {}
+        return replace(self, row=self.row | changes)
 
     def __str__(self) -> str:
         here = f"{len(self.gpus)} × {self.gpus[0]}" if self.gpus else "no GPU here"

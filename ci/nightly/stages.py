@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -74,25 +74,45 @@ class Arm:
         return [Stage(f"{name} environment", make), Stage(name, pip, (f"{name} environment",))]
 
 
-def plan(
-    machine: Machine, config: dict[str, Any], report: Path, *, reference: str, candidate: str
-) -> list[Stage]:
-    """The stages of a night on this machine.
+def arms_of(pins: Mapping[str, str]) -> dict[str, Arm]:
+    """Name -> arm.
+
+    Args:
+        pins: name -> pin.
 
     Raises:
         UsageError: a pin is neither a requirement nor a Python.
     """
+    return {name: Arm(pin, ROOT / ".tox" / "pins") for name, pin in pins.items()}
+
+
+def plan(
+    machine: Machine,
+    config: dict[str, Any],
+    report: Path,
+    arms: Mapping[str, Arm],
+    options: Sequence[str] = (),
+) -> list[Stage]:
+    """The stages of a night on this machine.
+
+    Args:
+        machine: it, or the one that is planned for.
+        config: ``nightly.toml``.
+        report: folder of everything that is written.
+        arms: the reference and the candidate, whose server the suites of servers ask.
+        options: of the bench, after those of ``config``; where both name one, these win.
+    """
     out, bench = report.absolute(), config["bench"]
-    pins = {"reference": reference, "candidate": candidate}
-    arms = {name: Arm(pin, ROOT / ".tox" / "pins") for name, pin in pins.items()}
     installs = [stage for name, arm in arms.items() for stage in arm.stages(name)]
-    needs = tuple(stage.name for stage in installs if stage.needs)
+    installed = tuple(stage.name for stage in installs if stage.needs)
+    serves = tuple(name for name in installed if name == "candidate")
+    measured = (*_bench(machine, bench, out, arms), *options)
     return [
         Stage("differential", module("harness", "gpu", "--report", str(out), *DIFFERENTIAL)),
-        Stage("server", _server(machine, bench, out)),
         Stage("latency", module("harness", "latency", f"--junitxml={out}/latency.xml")),
         *installs,
-        Stage("bench", _bench(machine, bench, out, arms), needs),
+        Stage("server", _server(machine, bench, out, arms["candidate"]), serves),
+        Stage("bench", measured, installed),
     ]
 
 
@@ -101,27 +121,18 @@ def module(name: str, *args: str) -> tuple[str, ...]:
     return (sys.executable, "-m", name, *args)
 
 
-def _server(machine: Machine, config: dict[str, Any], out: Path) -> tuple[str, ...]:
-    """The installed sglang where there is one, the embedded server otherwise."""
-    chosen: tuple[str, ...] = ("--server", "embedded")
-    if find_spec("sglang"):
-        backend = str(machine.row["attention_backend"])
-        chosen = (
-            "--server",
-            "sglang",
-            "--server-pair",
-            config["pair"],
-            "--server-backend",
-            backend,
-        )
-    return module("pytest", "suites/server", "-n0", *chosen, f"--junitxml={out}/server.xml")
+def _server(machine: Machine, config: dict[str, Any], out: Path, candidate: Arm) -> tuple[str, ...]:
+    """The suites of servers, asked of the candidate."""
+    serves = ("--server", "sglang", "--server-python", candidate.python)
+    what = ("--server-pair", config["pair"], "--server-backend", machine.row["attention_backend"])
+    return module("pytest", "suites/server", "-n0", *serves, *what, f"--junitxml={out}/server.xml")
 
 
 def _bench(
-    machine: Machine, config: dict[str, Any], out: Path, arms: dict[str, Arm]
+    machine: Machine, config: dict[str, Any], out: Path, arms: Mapping[str, Arm]
 ) -> tuple[str, ...]:
-    common = f"sglang:pair={config['pair']},backend={machine.row['attention_backend']}"
+    backend = machine.row["attention_backend"]
+    common = f"sglang:pair={config['pair']},backend={backend},{config['arm']}"
     a, b = (f"{common},name={name},python={arm.python}" for name, arm in arms.items())
-    limits = ("--sessions", config["sessions"], "--seconds", str(config["seconds"]))
     sides = ("--a", a, "--b", b, "--out", str(out / BENCH))
-    return module("harness", "bench", *sides, *limits)
+    return module("harness", "bench", *sides, *config["options"])

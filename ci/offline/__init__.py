@@ -1,1 +1,1 @@
-"""The gpu lane on a machine without a network: a bundle is built here and carried there."""
+"""Lanes on a GPU machine without a network: a bundle is built here and carried there."""

@@ -9,10 +9,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from ci.offline.build import build
+from ci.offline.build import build, specification
 from ci.offline.run import run
 from harness.errors import UsageError, rejected
 
+LANES = tuple(specification()["lanes"])
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -37,9 +38,10 @@ def parser() -> argparse.ArgumentParser:
         "out", type=Path, metavar="OUT", help="holds part-0/, part-1/, … afterwards"
     )
     builds.add_argument("--size", type=size, default="38M", help="of one part at most (38M)")
-    builds.add_argument("--with-sglang", action="store_true", help="add sglang and its server")
-    runs = verbs.add_parser("run", help="unpack a bundle once and run the gpu lane on it")
+    runs = verbs.add_parser("run", help="unpack a bundle once and run a lane on it")
     runs.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder that build wrote")
+    for verb in (builds, runs):
+        verb.add_argument("--lane", choices=LANES, default=LANES[0], help=f"default: {LANES[0]}")
     return made
 
 
@@ -47,16 +49,18 @@ def main(argv: list[str]) -> int:
     """Exit code: the lane's, or 2 for what cannot be built or run.
 
     Args:
-        argv: the verb and its arguments; what ``run`` does not know goes to pytest.
+        argv: the verb and its arguments; what ``run`` does not know goes to the lane.
     """
     commands = parser()
-    options, rest = commands.parse_known_args(argv)
+    split = argv.index("--") if "--" in argv else len(argv)
+    options, rest = commands.parse_known_args(argv[:split])
+    rest += argv[split:]
     try:
         if options.verb == "run":
-            return run(options.bundle, rest)
+            return run(options.bundle, options.lane, rest)
         if rest:
             commands.error(f"unrecognized arguments: {' '.join(rest)}")
-        for part in build(options.out, options.size, with_sglang=options.with_sglang):
+        for part in build(options.out, options.size, options.lane):
             print(f"{part.stat().st_size:>10,} {part}")
     except UsageError as error:
         print(f"offline: {error}", file=sys.stderr)

@@ -30,19 +30,19 @@ def specification() -> dict[str, Any]:
         return tomllib.load(file)
 
 
-def build(out: Path, part_size: int, *, with_sglang: bool = False) -> list[Path]:
+def build(out: Path, part_size: int, lane: str = "gpu") -> list[Path]:
     """Write the bundle's parts, ``OUT/part-N/DIGEST.N-of-COUNT``, and remove those of an older one.
 
     Args:
         out: made where missing.
         part_size: bytes of a part at most.
-        with_sglang: whether sglang's server goes along.
+        lane: what will run on it.
 
     Raises:
         UsageError: a package cannot be downloaded.
     """
     spec = specification()
-    packages = spec["packages"] | (spec["sglang"] if with_sglang else {})
+    packages = {name: v for table in spec["lanes"][lane] for name, v in spec[table].items()}
     with tempfile.TemporaryDirectory() as folder:
         site = Path(folder, "site")
         for wheel in download(packages, spec["machine"], Path(folder, "wheels")):

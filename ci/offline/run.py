@@ -1,4 +1,4 @@
-"""Run the gpu lane on a bundle: unpack it once, check the machine, start the lane's command."""
+"""Run a lane on a bundle: unpack it once, check the machine, start the lane's command."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ ROOT = Path(__file__).resolve().parents[2]
 CACHE, JIT = "SPECGATE_CACHE", "FLASHINFER_WORKSPACE_BASE"
 
 
-def run(bundle: Path, args: list[str]) -> int:
-    """Exit code of the gpu lane, run by this Python with the bundle's packages.
+def run(bundle: Path, lane: str, args: list[str]) -> int:
+    """Exit code of a lane, run by this Python with the bundle's packages.
 
     Args:
         bundle: folder of ``part-*/``.
-        args: handed to pytest.
+        lane: its name in ``tox.ini``.
+        args: handed to it.
 
     Raises:
         UsageError: the bundle is incomplete or damaged, or the machine is not the one it is for.
@@ -39,16 +40,16 @@ def run(bundle: Path, args: list[str]) -> int:
     changes = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     environment = {JIT: str(cache / "jit")} | os.environ | changes
     Path(environment[JIT]).mkdir(parents=True, exist_ok=True)
-    return subprocess.run(lane(args), cwd=ROOT, env=environment, check=False).returncode
+    return subprocess.run(command(lane, args), cwd=ROOT, env=environment, check=False).returncode
 
 
-def lane(args: list[str]) -> list[str]:
-    """The command of tox's gpu environment, run by this Python."""
+def command(lane: str, args: list[str]) -> list[str]:
+    """The command of a lane's tox environment, run by this Python."""
     tox = configparser.ConfigParser(interpolation=None)
     tox.read(ROOT / "tox.ini")
-    python, *words = shlex.split(tox["testenv:gpu"]["commands"])
+    python, *words = shlex.split(tox[f"testenv:{lane}"]["commands"])
     if python != "python" or words.pop() != "{posargs}":
-        raise UsageError("tox.ini: the gpu lane is no longer python … {posargs}")
+        raise UsageError(f"tox.ini: the {lane} lane is no longer python … {{posargs}}")
     return [sys.executable, *words, *args]
 
 

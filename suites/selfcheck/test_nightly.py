@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,11 @@ import pytest
 from ci.nightly import machine, stages
 from ci.nightly.machine import Machine
 from ci.nightly.stages import Arm, Stage
-from fixtures import planned
+from fixtures import bench, planned
 from fixtures.nvml import Driver
 from fixtures.plan import trials as planned_here
 from harness.bench import arms
+from harness.bench.record import Role
 from harness.capability import BLACKWELL
 from harness.errors import UsageError
 
@@ -82,9 +85,12 @@ def test_unlike_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         with_gpus(monkeypatch, ("NVIDIA B200", (10, 0)), ("NVIDIA H200", (9, 0)))
 
 
-def plan_of(sm: str = "10.0", **pins: str) -> dict[str, Stage]:
+def plan_of(
+    sm: str = "10.0", backend: str | None = None, options: Sequence[str] = (), **pins: str
+) -> dict[str, Stage]:
     here = Machine((), machine.parsed(sm), machine.row_of(CONFIG, machine.parsed(sm)))
-    night = stages.plan(here, CONFIG, Path("out"), **PINS | pins)
+    both = stages.arms_of(PINS | pins)
+    night = stages.plan(here.serving(backend), CONFIG, Path("out"), both, options)
     return {stage.name: stage for stage in night}
 
 
@@ -95,12 +101,13 @@ def option(stage: Stage, name: str) -> str:
 @pytest.mark.parametrize(("sm", "backend"), [("10.3", "trtllm_mha"), ("9.0", "fa3")])
 def test_benchmark_compares_two_environments_with_controls(sm: str, backend: str) -> None:
     night = plan_of(sm)
-    bench = night["bench"]
-    assert list(night)[:3] == ["differential", "server", "latency"]
-    assert list(night)[-1] == "bench"
-    assert bench.needs == ("reference", "candidate")
-    assert option(bench, "--sessions") == "candidate,A/A,planted"
-    sides = [arms.parse(option(bench, side)) for side in ("--a", "--b")]
+    stage = night["bench"]
+    assert list(night)[:2] == ["differential", "latency"]
+    assert list(night)[-2:] == ["server", "bench"]
+    assert stage.needs == ("reference", "candidate")
+    asked = bench_options(stage)
+    assert asked.sessions == "candidate,A/A,planted"
+    sides = [arms.parse(option(stage, side)) for side in ("--a", "--b")]
     pythons = [
         ROOT / ".tox" / "pins" / name / "bin" / "python" for name in ("sglang-0.5.14", "sglang")
     ]
@@ -112,10 +119,45 @@ def test_benchmark_compares_two_environments_with_controls(sm: str, backend: str
     assert night["reference"].needs == ("reference environment",)
 
 
+def bench_options(stage: Stage) -> argparse.Namespace:
+    """What the benchmark makes of its command line, which must say enough for a plan."""
+    options = bench.parser().parse_args(stage.argv[4:])
+    assert bench.setup(options).roles == tuple(Role)
+    return options
+
+
+def test_suites_of_servers_ask_the_candidate() -> None:
+    night = plan_of("10.3", candidate="sglang==0.5.23")
+    server = night["server"]
+    home = ROOT / ".tox" / "pins" / "sglang-0.5.23"
+    assert option(server, "--server") == "sglang"
+    assert option(server, "--server-python") == str(home / "bin" / "python")
+    assert option(server, "--server-backend") == "trtllm_mha"
+    assert server.needs == ("candidate",)
+    assert list(night).index("candidate") < list(night).index("server")
+
+
+def test_another_backend_is_served_and_benchmarked() -> None:
+    night = plan_of("9.0", backend="triton")
+    assert option(night["server"], "--server-backend") == "triton"
+    sides = [arms.parse(option(night["bench"], side)) for side in ("--a", "--b")]
+    assert [side.options["backend"] for side in sides] == ["triton", "triton"]
+
+
+def test_the_benchmark_is_told_more_and_the_last_word_wins() -> None:
+    night = plan_of(options=("--seconds", "60.5", "--design", "pairs"))
+    asked = bench_options(night["bench"])
+    assert (asked.seconds, asked.design) == (60.5, "pairs")
+    assert asked.planted == bench_options(plan_of()["bench"]).planted
+
+
 def test_an_installed_python_needs_no_environment() -> None:
     night = plan_of(reference=sys.executable)
     assert not [name for name in night if name.startswith("reference")]
     assert night["bench"].needs == ("candidate",)
+    both = plan_of(reference=sys.executable, candidate=sys.executable)
+    assert list(both) == ["differential", "latency", "server", "bench"]
+    assert not any(stage.needs for stage in both.values())
     assert f"python={sys.executable}" in option(night["bench"], "--a")
 
 
@@ -131,7 +173,7 @@ def test_commands_of_stages_exist() -> None:
     assert paths
     assert all((ROOT / path).is_dir() for path in paths)
     assert [stage.argv[2] for stage in night.values() if stage.argv[1] == "-m"] == [
-        "harness", "pytest", "harness", "venv", "pip", "venv", "pip", "harness",
+        "harness", "harness", "venv", "pip", "venv", "pip", "pytest", "harness",
     ]  # fmt: skip
 
 

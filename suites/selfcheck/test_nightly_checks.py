@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 
 from ci.nightly import checks
+from ci.nightly.__main__ import free_gib_needed
 from ci.nightly.checks import Check
+from ci.nightly.stages import arms_of
 
 
 def junit(text: str) -> Any:
@@ -60,6 +63,28 @@ def test_packages_are_held_to_their_pins(monkeypatch: pytest.MonkeyPatch) -> Non
     assert checks.packages(("test", "gpu"), "gpu").holds is True
     monkeypatch.setattr(checks, "version", lambda name: version("no-such-package"))
     assert "torch 2.11.0 is pinned, none is installed" in checks.packages(("gpu",), "gpu").said
+
+
+def test_other_versions_are_accepted_where_asked_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = dict(checks.pinned("constraints.txt", "constraints-gpu.txt")) | {"rich": "99.1"}
+    monkeypatch.setattr(checks, "version", lambda name: found[name])
+    asked = checks.accepted(("test", "gpu"))
+    assert asked.holds is True
+    assert asked.said.startswith("not held to their pins: ")
+    assert "rich 99.1" in asked.said
+    found["rich"] = "0.1"
+    assert checks.accepted(("test",)) == Check(
+        "packages", False, "rich>=13 is required, 0.1 is installed"
+    )
+    monkeypatch.setattr(checks, "version", lambda name: version("no-such-package"))
+    assert "flashinfer-python==0.6.12 is required, none is" in checks.accepted(("gpu",)).said
+
+
+def test_room_is_asked_for_environments_that_are_made() -> None:
+    config = {"free_gib": 3, "free_gib_environment": 7}
+    pins = {"a": sys.executable, "b": "sglang", "c": "sglang==0.5.14"}
+    assert free_gib_needed(config, arms_of(pins)) == 17.0
+    assert free_gib_needed(config, arms_of({"a": sys.executable})) == 3.0
 
 
 def test_disk_is_that_of_a_folder_to_be_made(tmp_path: Path) -> None:

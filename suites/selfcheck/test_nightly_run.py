@@ -20,12 +20,12 @@ from harness.record import Verdict, write_records
 
 STAGES = (
     "differential",
-    "server",
     "latency",
     "reference environment",
     "reference",
     "candidate environment",
     "candidate",
+    "server",
     "bench",
 )
 PLANNED = [
@@ -66,7 +66,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> list[Check]:
     """Checks that hold and a plan of seven trials, whatever the machine."""
     found = [Check("packages", True, "as pinned"), Check("provider signatures", None, "9 skipped")]
-    monkeypatch.setattr(checks, "checks", lambda *_: found)
+    monkeypatch.setattr(checks, "checks", lambda *_, **__: found)
     monkeypatch.setattr(trials, "planned", lambda sm: PLANNED)
     return found
 
@@ -77,13 +77,13 @@ def test_dry_run_shows_the_plan_and_starts_nothing(
 ) -> None:
     monkeypatch.setattr(run, "run_stages", lambda *_: pytest.fail("started"))
     report = tmp_path / "report"
-    assert (
-        command.main(["--dry-run", "--report", str(report), "--reference", "sglang==0.5.13"]) == 0
-    )
+    asked = ["--dry-run", "--report", str(report), "--reference", "sglang==0.5.13"]
+    assert command.main([*asked, "--", "--seconds", "77"]) == 0
     text = capsys.readouterr().out
     assert "planned for Blackwell 10.0: runs trtllm_gen" in text
     assert "sglang==0.5.13" in text
-    assert "stage 8, bench: " in text
+    [bench] = [line for line in text.splitlines() if line.startswith("stage 8, bench: ")]
+    assert bench.endswith(" --seconds 77")
     tail = text[text.index("not verified on Blackwell (10.0, 10.3): 3 trials") :].splitlines()
     assert tail[1:3] == ["  mha/gen: 2 trials", "  mla/gen: 1 trials"]
     assert tail[3:] == [f"  stage {name}" for name in STAGES]
@@ -179,8 +179,10 @@ def test_a_night_is_green_only_with_its_stages_and_its_benchmark(
     monkeypatch.setenv(run.SUMMARY, str(tmp_path / "summary"))
     monkeypatch.setattr(machine, "pynvml", Driver(("NVIDIA X", sm)))
     history = tmp_path / "history.jsonl"
-    assert command.main(["--report", str(tmp_path), "--history", str(history)]) == exits
+    asked = ["--report", str(tmp_path), "--history", str(history), "--unpinned"]
+    assert command.main(asked) == exits
     text = (tmp_path / "summary").read_text()
+    assert "as pinned" in text
     assert f"not verified on Blackwell (10.0, 10.3): {left} trials" in text
     assert ("  stage server" in text) == (sm == (9, 0) or code != 0)
     assert ("## specgate: no benchmark" in text) == (effects is None)

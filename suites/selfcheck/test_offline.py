@@ -145,14 +145,28 @@ def this_machine(monkeypatch: pytest.MonkeyPatch, torch: str = "2.11.0+cu130") -
     monkeypatch.setattr(run, "specification", lambda: spec)
 
 
+@pytest.mark.parametrize(
+    ("lane", "args"),
+    [
+        pytest.param((), ("-k", "xqa"), id="gpu"),
+        pytest.param(("--lane", "nightly"), ("--unpinned", "--", "--seed", "9"), id="nightly"),
+    ],
+)
 def test_lane_is_tox_s_and_finds_the_packages(
-    child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    child: Child,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lane: tuple[str, ...],
+    args: tuple[str, ...],
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
-    assert cli.main(["run", str(tmp_path / "out"), "-k", "xqa"]) == 3
+    assert cli.main(["run", str(tmp_path / "out"), *lane, *args]) == 3
     tox = (ROOT / "tox.ini").read_text(encoding="utf-8")
-    [line] = re.findall(r"^\[testenv:gpu\]\n(?:.+\n)*commands = python (.+) \{posargs\}", tox, re.M)
-    assert child.commands == [[sys.executable, *line.split(), "-k", "xqa"]]
+    name = lane[-1] if lane else "gpu"
+    [line] = re.findall(
+        rf"^\[testenv:{name}\]\n(?:.+\n)*commands = python (.+) \{{posargs\}}", tox, re.M
+    )
+    assert child.commands == [[sys.executable, *line.split(), *args]]
     environment = child.options["env"]
     site, rest = environment["PYTHONPATH"].split(os.pathsep)
     assert files(Path(site)) == INSTALLED
@@ -165,7 +179,7 @@ def test_compiled_kernels_may_lie_elsewhere(
     child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "warm"))
-    assert run.run(tmp_path / "out", []) == 3
+    assert run.run(tmp_path / "out", "gpu", []) == 3
     assert child.options["env"]["FLASHINFER_WORKSPACE_BASE"] == str(tmp_path / "warm")
 
 

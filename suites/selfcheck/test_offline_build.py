@@ -45,11 +45,30 @@ def test_pins_are_those_of_the_lane() -> None:
     read = [(ROOT / "ci" / f"constraints{kind}.txt").read_text() for kind in ("", "-gpu")]
     lines = "".join(read).lower().splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
-    for name, version in (spec["packages"] | {"torch": spec["machine"]["torch"]}).items():
+    ours = spec["packages"] | spec["nightly"] | {"torch": spec["machine"]["torch"]}
+    for name, version in ours.items():
         assert pinned[name] == version, name
     for wanted in WANTED.values():
         name, version = wanted.split()
         assert spec["packages"][name] == version
+
+
+def test_a_lane_takes_its_tables_along(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spec = build.specification()
+    asked: list[set[str]] = []
+
+    def download(packages: dict[str, str], *_: object) -> list[Path]:
+        asked.append(set(packages))
+        return []
+
+    monkeypatch.setattr(build, "download", download)
+    monkeypatch.setattr(build, "strip", lambda site: site.mkdir())
+    for lane in cli.LANES:
+        build.build(tmp_path, 1 << 20, lane)
+    gpu, nightly = asked
+    assert gpu == set(spec["packages"])
+    assert nightly == gpu | set(spec["nightly"]) | set(spec["sglang"])
+    assert {"sglang", "altair", "schemathesis"} <= nightly
 
 
 @pytest.mark.parametrize(("text", "count"), [("1K", 1024), ("38M", 38 << 20), ("2G", 2 << 30)])
@@ -70,11 +89,11 @@ def test_build_prints_its_parts(
     part.write_bytes(bytes(12345))
     asked: list[object] = []
 
-    def stand_in(*args: object, with_sglang: bool) -> list[Path]:
-        asked.extend([*args, with_sglang])
+    def stand_in(*args: object) -> list[Path]:
+        asked.extend(args)
         return [part]
 
     monkeypatch.setattr(cli, "build", stand_in)
-    assert cli.main(["build", "out", "--size", "1M", "--with-sglang"]) == 0
-    assert asked == [Path("out"), 1 << 20, True]
+    assert cli.main(["build", "out", "--size", "1M", "--lane", "nightly"]) == 0
+    assert asked == [Path("out"), 1 << 20, "nightly"]
     assert capsys.readouterr().out.split() == ["12,345", str(part)]
