@@ -77,3 +77,9 @@ class NotReady(ServerError):
 def rejected(field: str, value: object, accepted: object) -> str:
     """The one wording of bad input: which field, which value, what would have been accepted."""
     return f"{field} = {value!r} is not accepted; accepted: {accepted}"
+
+
+def brief(error: Exception, head: int = 150, tail: int = 350) -> str:
+    """Kind and message of an error; of a long one the beginning and the end, where the cause is."""
+    said = f"{type(error).__name__}: {error}"
+    return said if len(said) <= head + tail else f"{said[:head]} … {said[-tail:]}"

@@ -145,12 +145,15 @@ def _counted(session: Session, trials: Sequence[Trial], evidence: Evidence) -> E
     """INVALID where equal arms did unequal work: their times cannot be compared.
 
     Arms of a candidate may differ in what they launch; that is reported and ruled on by its cost.
+    A block with a failed trial has no say: it is dropped, and another one takes its place.
     """
-    rows = complete(session, trials).values()
     changed: dict[str, tuple[int | None, int | None]] = {}
-    for row in rows:
-        by_arm = {trial.arm: trial.counts for trial in row}
-        changed |= changes(by_arm["A"], by_arm["B"])
+    for row in complete(session, trials).values():
+        if any(trial.invalid for trial in row):
+            continue
+        by_arm = {arm: [trial.counts for trial in row if trial.arm == arm] for arm in "AB"}
+        for a, b in zip(by_arm["A"], by_arm["B"], strict=True):
+            changed |= changes(a, b)
     if not changed:
         return evidence
     why = tuple(f"count {name}: A {a}, B {b}" for name, (a, b) in changed.items())

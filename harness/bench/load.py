@@ -13,7 +13,7 @@ from typing import Protocol
 import requests
 
 from harness.bench.record import Sample, Workload
-from harness.errors import ContractError
+from harness.errors import ContractError, brief
 from harness.serving.client import Chunk
 
 Prompt = Sequence[int]
@@ -91,7 +91,7 @@ def drive(connect: Callable[[], Streaming], workload: Workload, prompts: Sequenc
             try:
                 answered[place] = one(client, prompt, workload.output_len)
             except (ContractError, requests.RequestException) as error:
-                failures.append(f"request {place}: {type(error).__name__}: {error}"[:300])
+                failures.append(f"request {place}: {brief(error)}")
 
     with ThreadPoolExecutor(len(clients)) as threads:
         running = [threads.submit(work, client) for client in clients]

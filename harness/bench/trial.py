@@ -17,7 +17,7 @@ from harness.bench.metrics import metrics
 from harness.bench.probe import Probe
 from harness.bench.record import Sample, Trial, Workload
 from harness.bench.servers import Server
-from harness.errors import SpecgateError
+from harness.errors import SpecgateError, brief
 from harness.evidence.conditions import Conditions
 from harness.serving.client import Client
 from harness.serving.flush import Flushed, flush
@@ -70,7 +70,7 @@ class Trials:
             server.wait_ready()
             self._measure(measured, arm, server, workload)
         except (SpecgateError, requests.RequestException) as error:
-            measured.wrong.append(f"{type(error).__name__}: {error}"[:500])
+            measured.wrong.append(brief(error))
         return Trial(
             **vars(seat),
             workload=workload.id,

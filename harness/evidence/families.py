@@ -93,15 +93,21 @@ def believe(
     table: Mapping[str, Evidence], controls: Mapping[Control, Evidence]
 ) -> dict[str, Evidence]:
     """The table as it is, or all of it INVALID where a control is missing or failed."""
-    reasons = []
-    for control in Control:
-        ruling = controls[control].ruling if control in controls else None
-        if ruling not in control.accepted:
-            expected = " or ".join(control.accepted)
-            reasons.append(f"control {control}: {ruling or 'missing'} instead of {expected}")
+    reasons = [why for control in Control if (why := _failed(control, controls.get(control)))]
     if not reasons:
         return dict(table)
     return {
         name: replace(found, ruling=Ruling.INVALID, reasons=(*reasons, *found.reasons))
         for name, found in table.items()
     }
+
+
+def _failed(control: Control, found: Evidence | None) -> str | None:
+    """Why the night is not believed; None where this control is as it must be."""
+    if found and found.ruling in control.accepted:
+        return None
+    expected = " or ".join(control.accepted)
+    said = f"control {control}: {found.ruling if found else 'missing'} instead of {expected}"
+    if found and found.ruling is Ruling.INVALID and found.reasons:
+        said += f" ({found.reasons[0]})"
+    return said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,13 +13,13 @@ from pathlib import Path
 
 from harness.errors import NotReady, ServerError
 from harness.serving.client import Client
+from harness.serving.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.1
 STOP_S = 30.0
 ATTACH_S = 10.0
 LAST_LINES = 20
-_GIVEN: set[int] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,17 +144,6 @@ def launch(spec: Launch, log: Path) -> Iterator[Running]:
         yield running
     finally:
         running.stop()
-
-
-def free_port() -> int:
-    """A port nobody listens on at the moment, and that this process was not given before."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        if port not in _GIVEN:
-            _GIVEN.add(port)
-            return port
 
 
 def attached(url: str) -> Launch:

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.serving.launch import Launch, flags, free_port
+from harness.serving.launch import Launch, flags
+from harness.serving.ports import free_port
 
 READY_S = 300.0
 MAX_TOTAL_TOKENS, MEM_FRACTION_STATIC = 20_000, 0.3

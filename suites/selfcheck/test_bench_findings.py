@@ -1,5 +1,6 @@
 """A file of records alone says what a benchmark showed, and what in it is no record."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,24 +22,37 @@ from harness.evidence.ruling import Ruling
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example" / "bench.jsonl.gz"
 
 
-def records(path, *, ratio=1.05, blocks=16, mhz=(None, None), counts=({}, {}), role=Role.SAME):
+def records(
+    path,
+    *,
+    ratio=1.05,
+    blocks=16,
+    mhz=(None, None),
+    counts=({}, {}),
+    role=Role.SAME,
+    lost=(),
+    design=Design.PAIRS,
+):
     workload = WORKLOADS["smoke-bs2-in32-out32"]
     bounds = MARGINS["tpot"].bounds(5.0, 16)
     case = CasePlan(workload=workload.id, metric="tpot", bounds=bounds, calibrated=0.01, unit="ms")
     session = Session(
         id="s", role=role, a=ArmFacts(name="a"), b=ArmFacts(name="b"), seed="1",
-        design=Design.PAIRS, thresholds=Thresholds(), workloads=(workload,), cases=(case,),
+        design=design, thresholds=Thresholds(), workloads=(workload,), cases=(case,),
         started="", environment=environment(),
     )  # fmt: skip
     append(path, session)
     for index in range(blocks):
-        for place, arm in enumerate(toss("1", index, Design.PAIRS)):
+        failed = ("NotReady: it ended with 137",) if index in lost else ()
+        for place, arm in enumerate(toss("1", index, design)):
             side = "AB".index(arm)
+            gone = failed if side else ()
             trial = Trial(
                 session="s", block=index, place=place, arm=arm, workload=workload.id,
-                metrics={"tpot": 5.0 * ratio**side}, samples=(), conditions=Conditions(),
-                mhz=mhz[side], flush_tries=1, flush_seconds=0.0, invalid=(), started="",
-                seconds=1.0, counts=counts[side],
+                metrics={} if gone else {"tpot": 5.0 * ratio**side}, samples=(),
+                conditions=Conditions(),
+                mhz=mhz[side], flush_tries=1, flush_seconds=0.0, invalid=gone, started="",
+                seconds=1.0, counts={} if gone else counts[side],
             )  # fmt: skip
             append(path, trial)
     return session, trial
@@ -66,6 +80,42 @@ def test_equal_arms_that_launch_unequal_kernels_are_invalid(tmp_path, role, ruli
     records(path, ratio=1.0, counts=({"kernels": 7}, {"kernels": 8}), role=role)
     assert judged(path).ruling is ruling
     assert judged(path).reasons[0] == "count kernels: A 7, B 8"
+
+
+def test_a_night_says_why_its_control_failed(tmp_path):
+    path = tmp_path / "bench.jsonl"
+    counts = ({"spec_verify_ct": 52}, {"spec_verify_ct": 53})
+    records(path, counts=counts, role=Role.PLANTED)
+    planted = findings(compare.read(path))
+    records(tmp_path / "same", ratio=1.0)
+    same = findings(compare.read(tmp_path / "same"))
+    records(tmp_path / "candidate", ratio=1.0, role=Role.CANDIDATE)
+    night = verdict([*planted, *same, *findings(compare.read(tmp_path / "candidate"))])
+    told = (
+        "control planted slowdown: invalid instead of regressed (count spec_verify_ct: A 52, B 53)"
+    )
+    assert night.reasons == (told,)
+
+
+def test_every_trial_of_an_arm_is_counted(tmp_path):
+    path, other = tmp_path / "bench.jsonl", tmp_path / "other.jsonl"
+    records(other, counts=({"spec_verify_ct": 52},) * 2, ratio=1.0, design=Design.QUADS)
+    for line in compare.read(other):
+        first = isinstance(line, Trial) and line.place < 2
+        changed = first and (line.block, line.arm) == (5, "B")
+        append(path, replace(line, counts={"spec_verify_ct": 51}) if changed else line)
+    assert judged(path).reasons == ("count spec_verify_ct: A 52, B 51",)
+
+
+def test_a_launch_that_failed_loses_its_block_alone(tmp_path):
+    path = tmp_path / "bench.jsonl"
+    counts = {"spec_verify_ct": 52}
+    records(path, counts=(counts, counts), role=Role.PLANTED, lost=(3,))
+    found = judged(path)
+    assert found.ruling is Ruling.REGRESSED
+    assert len(found.effects) == 15
+    assert found.reasons[0] == "NotReady: it ended with 137"
+    assert not [why for why in found.reasons if why.startswith("count")]
 
 
 def test_records_that_do_not_belong_together_are_refused(tmp_path):

@@ -12,7 +12,7 @@ from harness.bench.metrics import metrics
 from harness.bench.prompts import prompts
 from harness.bench.record import Sample, Workload
 from harness.bench.trial import Seat, Trials
-from harness.errors import Busy, ContractError, ServerError, UsageError
+from harness.errors import Busy, ContractError, NotReady, ServerError, UsageError, brief
 from harness.serving.client import Answer, Chunk
 from harness.serving.flush import Flushed
 
@@ -262,3 +262,14 @@ def test_prompts_follow_from_the_id_and_begin_with_different_tokens():
         prompts(LOOP, [1, 2, 3, 4, 1, 2])
     with pytest.raises(UsageError, match="workload loop"):
         prompts(replace(LOOP, input_len=81), text)
+
+
+def test_of_a_long_reason_the_beginning_and_the_end_are_kept() -> None:
+    log = "\n".join(
+        ["server at http://x ended with 137", *["a frame"] * 200, "EADDRINUSE: port 42011"]
+    )
+    said = brief(NotReady(log))
+    assert said.startswith("NotReady: server at http://x ended with 137")
+    assert said.endswith("EADDRINUSE: port 42011")
+    assert len(said) < 600
+    assert brief(NotReady("short")) == "NotReady: short"

@@ -14,7 +14,7 @@ import pytest
 from fixtures.stub_server import Answerer, Reply, StubServer, script
 from harness.errors import ServerError
 from harness.serving.client import Answer, Client
-from harness.serving.launch import free_port
+from harness.serving.ports import free_port
 
 PROMPT = (11, 22, 33)
 

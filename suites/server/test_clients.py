@@ -25,10 +25,15 @@ SOON_S, NOTICED_S = 4.0, 4.0
 seconds whether somebody who waits for a whole answer is still there."""
 
 
+def sampling(server) -> dict[str, object]:
+    """Greedy, or sglang compiles its sampler first, for a minute; long, whatever the model says."""
+    return {"max_new_tokens": many(server), "temperature": 0, "ignore_eos": True}
+
+
 def raw(server, *, stream: bool) -> socket.socket:
     """A connection that has sent a long request and reads nothing."""
-    sampling = {"max_new_tokens": many(server), "ignore_eos": True}
-    body = json.dumps({"input_ids": SHORT, "stream": stream, "sampling_params": sampling})
+    request = {"input_ids": SHORT, "stream": stream, "sampling_params": sampling(server)}
+    body = json.dumps(request)
     address = urlsplit(server.url)
     connection = socket.create_connection((address.hostname, address.port), timeout=30)
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
@@ -63,7 +68,7 @@ def test_an_aborted_request_is_told_so(server):
     body = {
         "input_ids": SHORT,
         "rid": "to be aborted",
-        "sampling_params": {"max_new_tokens": many(server), "ignore_eos": True},
+        "sampling_params": sampling(server),
     }
 
     def ask() -> None:

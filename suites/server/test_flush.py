@@ -14,7 +14,7 @@ from fixtures.stub_server import Reply, StubServer, script
 from harness.errors import Busy, ServerError, UsageError
 from harness.serving import flush as flushing
 from harness.serving.flush import flush, flush_cache_with_retry
-from harness.serving.launch import free_port
+from harness.serving.ports import free_port
 from harness.serving.vllm import VllmClient
 
 BUSY, DONE = Reply(400, "2 requests run"), Reply(200, "Cache flushed.")

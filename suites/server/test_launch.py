@@ -18,7 +18,8 @@ from fixtures.stub_server import Reply, StubServer, script
 from harness.errors import NotReady, ServerError
 from harness.serving import launch as launching
 from harness.serving.client import Client
-from harness.serving.launch import ROOT, Launch, Running, attached, embedded, free_port, launch
+from harness.serving.launch import ROOT, Launch, Running, attached, embedded, launch
+from harness.serving.ports import free_port
 
 SOON_S = 10.0
 READY_S = 60.0
@@ -208,10 +209,6 @@ def test_an_absent_server_is_not_attached_to(log: Path, monkeypatch: pytest.Monk
     spec = attached(f"http://127.0.0.1:{free_port()}")
     with pytest.raises(NotReady, match=r"attached at .* not ready after 0.1 s$"), launch(spec, log):
         pytest.fail("it was never ready")
-
-
-def test_a_port_is_given_once() -> None:
-    assert len({free_port() for _ in range(500)}) == 500
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

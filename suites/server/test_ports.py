@@ -1,0 +1,40 @@
+"""A port is given once, is free, and is none that a connection might take meanwhile."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from harness.serving import ports
+from harness.serving.ports import free_port
+
+
+@pytest.fixture(params=["32768\t60999", "1024 65535", None], ids=["Linux", "all", "another"])
+def first_ephemeral(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> int:
+    """First port that connections take; 0 where nothing is below it, or where nobody says so."""
+    path = tmp_path / "range"
+    if request.param:
+        path.write_text(request.param, encoding="ascii")
+    monkeypatch.setattr(ports, "EPHEMERAL", path)
+    return 32768 if request.param == "32768\t60999" else 0
+
+
+def test_ports_are_given_once_and_lie_below_those_of_connections(first_ephemeral: int) -> None:
+    given = [free_port() for _ in range(500)]
+    assert len(set(given)) == 500
+    assert all(1024 <= port < (first_ephemeral or 65536) for port in given)
+
+
+def test_a_port_that_is_listened_on_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        taken = listener.getsockname()[1]
+        draws = iter([taken, taken, 0])
+        monkeypatch.setattr(ports, "_drawn", lambda: next(draws))
+        assert free_port() != taken
+        assert next(draws, None) is None
