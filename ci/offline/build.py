@@ -18,8 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UsageError
+from harness.upstream.wheel import WHEELS as RELEASES
+from harness.upstream.wheel import fetch as fetch_release
 
 HERE = Path(__file__).parent
+RELEASES_FOLDER = "specgate-wheels"
+"""Where in the bundle the files of sglang's releases lie, for the latency suite."""
 INSTALLED = ("purelib", "platlib")
 STRIPPED_FROM = 1 << 20
 
@@ -48,6 +52,8 @@ def build(out: Path, part_size: int, lane: str = "gpu") -> list[Path]:
         for wheel in download(packages, spec["machine"], Path(folder, "wheels")):
             unpack_wheel(wheel, site, spec["left_out"]["patterns"])
         strip(site)
+        for release in RELEASES.values():
+            fetch_release(release, site / RELEASES_FOLDER)
         archive = Path(folder, "site.tar.xz")
         pack(site, archive)
         for old in out.glob("part-*"):

@@ -15,8 +15,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from ci.offline.build import specification
+from ci.offline.build import RELEASES_FOLDER, specification
 from harness.errors import UsageError, rejected
+from harness.upstream.wheel import FOLDER as RELEASES
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE, JIT = "SPECGATE_CACHE", "FLASHINFER_WORKSPACE_BASE"
@@ -38,7 +39,8 @@ def run(bundle: Path, lane: str, args: list[str]) -> int:
     site = unpack(bundle, cache)
     paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
     changes = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    environment = {JIT: str(cache / "jit")} | os.environ | changes
+    defaults = {JIT: str(cache / "jit"), RELEASES: str(site / RELEASES_FOLDER)}
+    environment = defaults | os.environ | changes
     Path(environment[JIT]).mkdir(parents=True, exist_ok=True)
     return subprocess.run(command(lane, args), cwd=ROOT, env=environment, check=False).returncode
 

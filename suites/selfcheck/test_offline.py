@@ -17,6 +17,7 @@ import pytest
 from ci.offline import __main__ as cli
 from ci.offline import build, run
 from harness.errors import UsageError
+from harness.upstream.wheel import WHEELS, Wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = ["*/huge.so", "pack/sm100/*", "*/tests/*", "*.data/scripts/*"]
@@ -32,7 +33,14 @@ WHEEL = {
     "pack-1.0.dist-info/METADATA": b"Name: pack\nVersion: 1.0",
 }
 METADATA = "pack-1.0.dist-info/METADATA"
-INSTALLED = {"pack/__init__.py", "pack/data/kernel.cu", "pure/__init__.py", "plat.py", METADATA}
+RELEASED = {f"specgate-wheels/{version}/backend.py" for version in WHEELS}
+INSTALLED = RELEASED | {
+    "pack/__init__.py",
+    "pack/data/kernel.cu",
+    "pure/__init__.py",
+    "plat.py",
+    METADATA,
+}
 
 
 @pytest.fixture
@@ -45,7 +53,14 @@ def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     spec = build.specification() | {"left_out": {"patterns": LEFT_OUT}}
     monkeypatch.setattr(build, "specification", lambda: spec)
     monkeypatch.setattr(build, "download", lambda *_: [path])
+    monkeypatch.setattr(build, "fetch_release", fetched)
     return path
+
+
+def fetched(release: Wheel, into: Path) -> None:
+    """A release whose only file says which one it is."""
+    (into / release.version).mkdir(parents=True)
+    (into / release.version / "backend.py").write_text(release.version)
 
 
 def files(folder: Path) -> set[str]:
@@ -61,6 +76,7 @@ def test_bundle_comes_out_as_it_went_in(wheel: Path, tmp_path: Path) -> None:
     assert files(site) == INSTALLED
     assert (site / "pack/data/kernel.cu").read_bytes() == WHEEL["pack/data/kernel.cu"]
     assert (site / "pure/__init__.py").read_bytes() == b"moved"
+    assert (site / "specgate-wheels/0.5.14/backend.py").read_text() == "0.5.14"
 
 
 def test_same_packages_give_the_same_bundle_and_replace_it(wheel: Path, tmp_path: Path) -> None:
@@ -134,7 +150,8 @@ def child(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Child
     made = Child(3)
     monkeypatch.setattr(run.subprocess, "run", made)
     monkeypatch.setenv("SPECGATE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("FLASHINFER_WORKSPACE_BASE", raising=False)
+    for name in ("FLASHINFER_WORKSPACE_BASE", "SPECGATE_WHEELS"):
+        monkeypatch.delenv(name, raising=False)
     return made
 
 
@@ -172,15 +189,18 @@ def test_lane_is_tox_s_and_finds_the_packages(
     assert files(Path(site)) == INSTALLED
     assert rest == "elsewhere"
     assert environment["FLASHINFER_WORKSPACE_BASE"] == str(tmp_path / "cache" / "jit")
+    assert environment["SPECGATE_WHEELS"] == f"{site}/specgate-wheels"
     assert child.options["cwd"] == ROOT
 
 
-def test_compiled_kernels_may_lie_elsewhere(
+def test_compiled_kernels_and_releases_may_lie_elsewhere(
     child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "warm"))
+    monkeypatch.setenv("SPECGATE_WHEELS", "/releases")
     assert run.run(tmp_path / "out", "gpu", []) == 3
     assert child.options["env"]["FLASHINFER_WORKSPACE_BASE"] == str(tmp_path / "warm")
+    assert child.options["env"]["SPECGATE_WHEELS"] == "/releases"
 
 
 def test_other_machine_is_refused_in_one_line(
