@@ -120,6 +120,19 @@ class Book:
         return lines
 
     @property
+    def dropped(self) -> list[str]:
+        """One line a session that lost blocks: the first reason, without the log behind it."""
+        lines = []
+        for session in self.sessions:
+            rows = [row for row in self.rows if row.session.id == session.id]
+            worst = max(rows, key=lambda row: row.evidence.dropped)
+            if lost := worst.evidence.dropped:
+                blocks = "1 block" if lost == 1 else f"{lost} blocks"
+                why = worst.evidence.reasons[0].splitlines()[0]
+                lines.append(f"{session.id}: {blocks} dropped ({why})")
+        return lines
+
+    @property
     def unasked(self) -> list[str]:
         """One line of the conditions that no trial vouches for, none where all were asked."""
         names = unasked([trial.conditions for trial in self.trials])

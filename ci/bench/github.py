@@ -32,7 +32,7 @@ def summary(book: Book, *, notes: Sequence[str] = (), link: str = "") -> str:
         link: of the whole report, empty for none.
     """
     head = [f"## specgate bench: {book.title}", "", book.sentence, ""]
-    head += [f"* {line}" for line in (*book.arms, *book.controls, *book.unasked)]
+    head += [f"* {line}" for line in (*book.arms, *book.controls, *book.dropped, *book.unasked)]
     tail = [line for note in (*notes, *book.reasons[:3]) for line in ("", note)]
     tail += ["", f"[The whole report]({link})"] if link else []
     rows = [row for row in book.judged if row.ruling is not Ruling.OK]

@@ -109,5 +109,5 @@ def _failed(control: Control, found: Evidence | None) -> str | None:
     expected = " or ".join(control.accepted)
     said = f"control {control}: {found.ruling if found else 'missing'} instead of {expected}"
     if found and found.ruling is Ruling.INVALID and found.reasons:
-        said += f" ({found.reasons[0]})"
+        said += f" ({found.reasons[0].splitlines()[0]})"
     return said

@@ -128,6 +128,9 @@ def test_dropped_blocks_are_told(moved: Book) -> None:
     [row] = [row for row in dropped.judged if row.case == f"{BS8}/tpot"]
     assert (row.evidence.dropped, row.ruling) == (2, Ruling.REGRESSED)
     assert "(+2 dropped)" in github.summary(dropped)
+    assert dropped.dropped == ["candidate: 2 blocks dropped (a request failed)"]
+    assert f"* {dropped.dropped[0]}" in github.summary(dropped).splitlines()
+    assert not moved.dropped
     assert "a request failed" in row.sentence
 
 
