@@ -91,8 +91,19 @@ def gpu(report: Path, workers: int, args: Sequence[str]) -> int:
     where = (*CUDA, "--workers-per-gpu", str(workers), "--report", str(folder))
     code = start("pytest", *suites, *spread, *where, *args)
     timed = not args and code in LEFT_RECORDS and code != INTERRUPTED
-    codes = [code, start("pytest", *LATENCY, *CUDA) if timed else 0]
+    codes = [code, latency(report, ()) if timed else 0]
     return next(filter(None, [*codes, *_judge(folder, code, args)]), 0)
+
+
+def latency(report: Path, args: Sequence[str]) -> int:
+    """Time metadata and attention on CUDA by one process; pytest's exit code.
+
+    Args:
+        report: folder of ``latency.json``.
+        args: handed to pytest.
+    """
+    where = f"--latency-json={report.absolute() / 'latency.json'}"
+    return start("pytest", *LATENCY, *CUDA, where, *args)
 
 
 def _judge(folder: Path, code: int, args: Sequence[str]) -> list[int]:
@@ -126,7 +137,8 @@ def parser() -> argparse.ArgumentParser:
     limits = verbs.add_parser("limits", help="ask the device's kernels for their limits")
     limits.add_argument("--device", default="cuda", metavar="NAME")
     limits.add_argument("--out", metavar="PAGE")
-    verbs.add_parser("latency", help="time metadata and attention on the GPU, print the table")
+    times = verbs.add_parser("latency", help="time metadata and attention on the GPU")
+    times.add_argument("--report", type=Path, default=Path("report"), metavar="DIR")
     wheels = verbs.add_parser("wheels", help="extract what latency compares from sglang's wheels")
     wheels.add_argument("--into", metavar="FOLDER")
     for verb, (_, help_text) in HANDED_ON.items():
@@ -153,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.verb == "golden":
         return start("pytest", *GOLDENS, "-n0", f"--golden={options.mode}", *args)
     if options.verb == "latency":
-        return start("pytest", *LATENCY, *CUDA, *args)
+        return latency(options.report, args)
     if args:
         commands.error(f"unrecognized arguments: {' '.join(args)}")
     if options.verb == "wheels":

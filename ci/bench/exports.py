@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.openmetrics.exposition import generate_latest
 
+from ci.bench.latencies import Figure
 from ci.bench.row import Row
 from harness.bench.live import percent
 
@@ -27,14 +28,20 @@ GAUGES: tuple[tuple[str, str, Callable[[Row], float | None]], ...] = (
     ("valid", "1 where the measurement can be believed", lambda row: row.is_valid),
     ("red", "1 where a gate fails", lambda row: row.is_red),
 )
+LATENCY_LABELS = ("what", "point", "arm", "sku")
+LATENCIES: tuple[tuple[str, str, Callable[[Figure], float]], ...] = (
+    ("microseconds", "Median of interleaved blocks", lambda figure: figure.value),
+    ("microseconds_low", "Lower 95 % bound of the median", lambda figure: figure.low),
+    ("microseconds_high", "Upper 95 % bound of the median", lambda figure: figure.high),
+)
 
 
-def smaller_is_better(rows: Sequence[Row]) -> str:
+def smaller_is_better(rows: Sequence[Row], figures: Sequence[Figure] = ()) -> str:
     """A JSON list for charts: cost of B over A, so that 1 is unchanged and more is worse.
 
-    Cases without a number are left out.
+    Cases without a number are left out. Latencies follow, in microseconds.
     """
-    entries = [
+    entries: list[dict[str, object]] = [
         {
             "name": f"{row.case} @ {row.sku}",
             "unit": "× reference",
@@ -46,6 +53,16 @@ def smaller_is_better(rows: Sequence[Row]) -> str:
         for row in rows
         if row.evidence.blocks and not row.is_control
     ]
+    entries += [
+        {
+            "name": figure.name,
+            "unit": "µs",
+            "value": round(figure.value, 3),
+            "range": f"{figure.low:.3f} to {figure.high:.3f}",
+            "extra": f"median of {figure.blocks} blocks",
+        }
+        for figure in figures
+    ]
     return json.dumps(entries, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -55,8 +72,8 @@ def _half_width(row: Row) -> str:
     return f"{width:.4f}" if math.isfinite(width) else "∞"
 
 
-def openmetrics(rows: Sequence[Row]) -> str:
-    """Gauges of every finding, controls too; unknown numbers are left out."""
+def openmetrics(rows: Sequence[Row], figures: Sequence[Figure] = ()) -> str:
+    """Gauges of every finding, controls too, and of latencies; unknown numbers are left out."""
     registry = CollectorRegistry()
     for name, help_text, value in GAUGES:
         gauge = Gauge(f"specgate_bench_{name}", help_text, LABELS, registry=registry)
@@ -66,5 +83,10 @@ def openmetrics(rows: Sequence[Row]) -> str:
                 session = row.session
                 labels = (session.id, row.workload.id, row.metric, row.sku)
                 gauge.labels(*labels, session.a.name, session.b.name).set(float(found))
+    for name, help_text, measured in LATENCIES:
+        gauge = Gauge(f"specgate_latency_{name}", help_text, LATENCY_LABELS, registry=registry)
+        for figure in figures:
+            labels = (figure.what, figure.point, figure.arm, figure.sku)
+            gauge.labels(*labels).set(measured(figure))
     text: bytes = generate_latest(registry)  # type: ignore[no-untyped-call]
     return text.decode()

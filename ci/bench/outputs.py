@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ci.bench import exports, github, history, junit
+from ci.bench import exports, github, history, junit, latencies
 from ci.bench.book import Book
 from ci.bench.page import page
 from harness.errors import UsageError, rejected
@@ -30,7 +30,7 @@ def write(bench: Path, folder: Path, nights: Path, *, notes: Sequence[str] = ())
     Args:
         bench: a ``bench.jsonl``.
         folder: made where missing; gets bench.xml, bench.json, bench.openmetrics.txt, summary.md
-            and bench.html.
+            and bench.html. A ``latency.json`` in it goes into the two in the middle.
         nights: the history, made where missing.
         notes: further lines of the summary.
 
@@ -40,12 +40,13 @@ def write(bench: Path, folder: Path, nights: Path, *, notes: Sequence[str] = ())
     book = Book.read(bench)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        figures = latencies.read(folder / latencies.FILE)
         series = history.all_series(history.append(nights, book.entries()))
         summary = github.summary(book, notes=[*history.notes(series), *notes], link=PAGE)
         texts = {
             "bench.xml": junit.document(book.rows),
-            "bench.json": exports.smaller_is_better(book.rows),
-            "bench.openmetrics.txt": exports.openmetrics(book.rows),
+            "bench.json": exports.smaller_is_better(book.rows, figures),
+            "bench.openmetrics.txt": exports.openmetrics(book.rows, figures),
             SUMMARY: summary,
             PAGE: page(book, series),
         }

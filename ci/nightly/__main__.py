@@ -65,7 +65,8 @@ def nightly(config: Config, options: argparse.Namespace, bench: Sequence[str]) -
     codes = {} if wrong or options.dry_run else run.run_stages(night, options.report)
     unpinned = [check.said for check in found if check.name == "packages" and options.unpinned]
     left = left_over(config, here, options.report, night, codes)
-    told = [*run.lines(codes), *unpinned, *left]
+    recorded = run.records(options.report) if codes else []
+    told = [*run.lines(codes, recorded), *unpinned, *left]
     print(*told, sep="\n")
     if wrong or options.dry_run:
         return 1 if wrong else 0

@@ -7,9 +7,10 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ci.bench import outputs
+from ci.bench import latencies, outputs
 from ci.nightly.checks import ROOT
 from ci.nightly.stages import BENCH, Stage
+from ci.summary import census
 from harness.record import Record, read_records
 
 SUMMARY = "GITHUB_STEP_SUMMARY"
@@ -22,10 +23,11 @@ def run_stages(night: Sequence[Stage], folder: Path) -> dict[str, int]:
 
     Args:
         night: what is started.
-        folder: of the reports; made where missing, an older night's benchmark in it is removed.
+        folder: of the reports; made where missing, an older night's figures in it are removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / BENCH).unlink(missing_ok=True)
+    for name in (BENCH, latencies.FILE):
+        (folder / name).unlink(missing_ok=True)
     codes: dict[str, int] = {}
     for stage in night:
         if any(codes.get(name) != 0 for name in stage.needs):
@@ -36,10 +38,17 @@ def run_stages(night: Sequence[Stage], folder: Path) -> dict[str, int]:
     return codes
 
 
-def lines(codes: dict[str, int]) -> list[str]:
-    """One line a stage."""
+def lines(codes: dict[str, int], recorded: Sequence[Record]) -> list[str]:
+    """One line a stage, and one of the differential trials.
+
+    Args:
+        codes: of the stages.
+        recorded: trials of the differential stage.
+    """
     said = {0: "succeeded", SKIPPED: "skipped, a stage before it failed"}
-    return [f"{name}: {said.get(code, f'ended with {code}')}" for name, code in codes.items()]
+    stages = [f"{name}: {said.get(code, f'ended with {code}')}" for name, code in codes.items()]
+    red = sum(record.verdict.is_red for record in recorded)
+    return [*stages, f"trials: {census(recorded)}, {red} red"] if recorded else stages
 
 
 def records(folder: Path) -> list[Record]:

@@ -106,10 +106,11 @@ def plan(
     installs = [stage for name, arm in arms.items() for stage in arm.stages(name)]
     installed = tuple(stage.name for stage in installs if stage.needs)
     serves = tuple(name for name in installed if name == "candidate")
+    latency = ("--report", str(out), f"--junitxml={out}/latency.xml")
     measured = (*_bench(machine, bench, out, arms), *options)
     return [
         Stage("differential", module("harness", "gpu", "--report", str(out), *DIFFERENTIAL)),
-        Stage("latency", module("harness", "latency", f"--junitxml={out}/latency.xml")),
+        Stage("latency", module("harness", "latency", *latency)),
         *installs,
         Stage("server", _server(machine, bench, out, arms["candidate"]), serves),
         Stage("bench", measured, installed),

@@ -1,23 +1,33 @@
-"""What a run measured: printed as a table at its end, and written to ``report/latency.json``."""
+"""What a run measured: printed as a table at its end, and written to ``--latency-json``."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from rich.table import Table as Printed
 
 from fixtures.latency import Table
+from harness.environment import environment
 
 MEASURED = Table()
+OPTION, DEFAULT = "--latency-json", Path("report", "latency.json")
 COLUMNS = ("what", "point", "arm", "value", "low", "high", "floor")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where the figures go."""
+    parser.addoption(OPTION, type=Path, default=DEFAULT, metavar="FILE", help="of latencies")
+
+
 @pytest.fixture(scope="session")
-def latency_table() -> Table:
+def latency_table(cuda: torch.device) -> Table:
     """Where tests enter their figures."""
+    MEASURED.device = environment(str(cuda)).device
     return MEASURED
 
 
@@ -32,8 +42,8 @@ def pytest_terminal_summary(config: pytest.Config) -> None:
     console.print(printed)
     for line in MEASURED.lines:
         console.print(line, markup=False)
-    path = config.rootpath / "report" / "latency.json"
-    path.parent.mkdir(exist_ok=True)
+    path: Path = config.getoption(OPTION, DEFAULT)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(MEASURED), indent=1) + "\n")
 
 

@@ -123,6 +123,58 @@ def test_a_night_whose_control_failed_is_invalid_everywhere(broken: Book) -> Non
     assert lines[0].startswith("::error title=regressed bs1-in64-out32/tpot::")
 
 
+LATENCIES = {
+    "device": "NVIDIA H200",
+    "rows": [
+        {
+            "what": "metadata, device", "point": "80K-bs1", "arm": "specgate mha", "blocks": 60,
+            "value": 2.7812, "low": 2.75, "high": 2.8, "floor": 1.5,
+        }
+    ],
+    "lines": [],
+}  # fmt: skip
+
+
+def test_latencies_stand_beside_the_ratios(tmp_path: Path) -> None:
+    for line in benched.night({}, workloads=ONE):
+        append(tmp_path / "bench.jsonl", line)
+    ask = ["--out", str(tmp_path), str(tmp_path / "bench.jsonl")]
+    assert command.main(ask) == 0
+    without = json.loads((tmp_path / "bench.json").read_text())
+    (tmp_path / "latency.json").write_text(json.dumps(LATENCIES))
+    assert command.main(ask) == 0
+    *ratios, latency = json.loads((tmp_path / "bench.json").read_text())
+    assert ratios == without
+    assert latency == {
+        "name": "metadata, device: specgate mha 80K-bs1 @ NVIDIA H200",
+        "unit": "µs",
+        "value": 2.781,
+        "range": "2.750 to 2.800",
+        "extra": "median of 60 blocks",
+    }
+    families = text_string_to_metric_families((tmp_path / "bench.openmetrics.txt").read_text())
+    found = {s.name: s for f in families for s in f.samples if s.name.startswith("specgate_lat")}
+    assert found["specgate_latency_microseconds_high"].value == 2.8
+    assert found["specgate_latency_microseconds"].labels == {
+        "what": "metadata, device",
+        "point": "80K-bs1",
+        "arm": "specgate mha",
+        "sku": "NVIDIA H200",
+    }
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"device": "x"}', '{"device": "x", "rows": [{}]}'])
+def test_latencies_that_are_none_are_refused(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for line in benched.night({}, workloads=ONE):
+        append(tmp_path / "bench.jsonl", line)
+    (tmp_path / "latency.json").write_text(text)
+    assert command.main(["--out", str(tmp_path), str(tmp_path / "bench.jsonl")]) == 2
+    assert "latency.json: not what the latency suite writes" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"bench.jsonl", "latency.json"}
+
+
 def test_dropped_blocks_are_told(moved: Book) -> None:
     dropped = book(MOVED, blocks=12, invalid=(2, 7), workloads=ONE)
     [row] = [row for row in dropped.judged if row.case == f"{BS8}/tpot"]

@@ -81,7 +81,8 @@ def test_gpu_times_alone_what_it_tested_in_parallel(
     assert tested[3:5] == ("-n", "auto")
     assert tested[-6:-4] == ("--device", "cuda")
     assert tested[-4:] == ("--workers-per-gpu", "4", "--report", str(tmp_path / "out"))
-    assert timed == ("pytest", "suites/latency", "-n0", "--device", "cuda")
+    figures = f"--latency-json={tmp_path / 'out' / 'latency.json'}"
+    assert timed == ("pytest", "suites/latency", "-n0", "--device", "cuda", figures)
     assert [call[0] for call in after] == ["ci.report", "ci.gate"]
 
 
@@ -192,11 +193,11 @@ def test_interrupt_waits_for_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.start("pytest") == 2
 
 
-def test_latency_is_timed_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latency_is_timed_by_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stand_in = started(monkeypatch, pytest=1)
-    assert cli.main(["latency", "-k", "512K"]) == 1
-    timed = ("pytest", "suites/latency", "-n0", "--device", "cuda", "-k", "512K")
-    assert stand_in.calls == [timed]
+    assert cli.main(["latency", "--report", str(tmp_path), "-k", "512K"]) == 1
+    timed = ("pytest", "suites/latency", "-n0", "--device", "cuda")
+    assert stand_in.calls == [(*timed, f"--latency-json={tmp_path}/latency.json", "-k", "512K")]
 
 
 def test_wheels_fill_the_folder_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

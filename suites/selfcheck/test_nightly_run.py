@@ -143,7 +143,15 @@ def test_a_failed_stage_stops_those_that_need_it(tmp_path: Path) -> None:
     codes = run.run_stages(night, out)
     assert codes == {"one": 3, "two": run.SKIPPED, "three": 0, "four": run.SKIPPED}
     assert sorted(path.name for path in out.iterdir()) == ["three"]
-    assert run.lines(codes)[:2] == ["one: ended with 3", "two: skipped, a stage before it failed"]
+    told = ["one: ended with 3", "two: skipped, a stage before it failed"]
+    assert run.lines(codes, [])[:2] == told
+
+
+def test_the_trials_of_a_night_are_counted() -> None:
+    refused = trial("two", Verdict.REFUSED, message="no such kernel", planned=3)
+    ran = [trial("one", planned=3), refused, trial("three", Verdict.WRONG_NUMBERS, planned=3)]
+    told = run.lines({"differential": 1}, ran)
+    assert told[1] == "trials: planned 3 = run 2 + refused 1 + waived 0, 1 red"
 
 
 @pytest.mark.usefixtures("quick")
