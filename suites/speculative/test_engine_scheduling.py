@@ -49,6 +49,18 @@ def test_slots_are_reused_by_those_who_wait(make: Callable[..., Bench], max_bs: 
         assert generation.prefills == 1
 
 
+@EVERY
+@pytest.mark.parametrize("max_bs", [1, 2, 4])
+def test_as_many_run_as_may(make: Callable[..., Bench], max_bs: int) -> None:
+    engine = make(max_bs=max_bs).engine
+    requests = [engine.submit(prompt, NEW) for prompt in PROMPTS]
+    engine.step()
+    assert engine.running == requests[:max_bs]
+    while not engine.idle:
+        engine.step()
+        assert len(engine.running) <= max_bs
+
+
 def test_accept_lengths_do_not_depend_on_the_batch() -> None:
     lengths = [
         [g.accept_lengths for g in bench(speculation(3, 4), max_bs=n).engine.generate(PROMPTS, NEW)]
