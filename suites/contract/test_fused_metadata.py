@@ -112,6 +112,25 @@ def test_pages_and_write_locations_of_windowed_layers(
     scene.check(scene.ask(bs))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_length_beyond_the_request_table_reads_nothing_of_another_request(
+    fused: bool, device: torch.device
+) -> None:
+    # Four pages a request, in a page table whose width was rounded up to eight.
+    table = torch.arange(3 * 64, dtype=torch.int32).view(3, 64).to(device)
+    writer = MetadataWriter(
+        table, page_size=16, width=8, swa_pool=None, needs_packed_mask=False, fused=fused
+    )
+    sheet = sheet_for(writer, KINDS["decode"], 2)
+    fill(
+        writer,
+        sheet,
+        KINDS["decode"],
+        Asked(rows=[1, 0], lens=[128, 65], queries=[1, 1], locs=[0, 0]),
+    )
+    assert sheet.page_table.tolist() == [[4, 5, 6, 7, 7, 7, 7, 7], [0, 1, 2, 3, 3, 0, 0, 0]]
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_a_row_has_fewer_programs_than_chunks(
     parts: int, device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -164,6 +164,10 @@ def test_buckets_of_a_phase_share_storage_and_phases_do_not() -> None:
     graphs.planner.init_cuda_graph_state(2, 8)
     one = graphs.out_graph(verify, 1, in_capture=True)
     assert one.page_table.data_ptr() == two.page_table.data_ptr()
+    # A phase that is captured after a smaller runner's has the room that the larger one asked for.
+    extend = ForwardMode.DRAFT_EXTEND_V2
+    late = graphs.out_graph(extend, 4, in_capture=True, spec_info=accepted(1, 4, 2, 1))
+    assert late.page_table.shape[0] == 4
     graphs.planner.init_cuda_graph_state(8, 32)
     assert graphs.out_graph(verify, 4) is four
     five = graphs.out_graph(verify, 5, in_capture=True)
