@@ -12,7 +12,8 @@ from rich.console import Console
 
 from fixtures import mutants
 from fixtures.mutants import ROOT, Fate, ask, main, matrix, planted, show
-from fixtures.tables.mutants import ROWS, Mutant
+from fixtures.tables.mutants import ROWS
+from fixtures.tables.mutants.mutant import Mutant
 from harness.errors import UsageError
 
 TWICE = "def twice(x):\n    return 2 * x\n"
