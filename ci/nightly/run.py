@@ -13,6 +13,7 @@ from ci.nightly.stages import BENCH, Stage
 from ci.summary import census
 from harness.record import Record, read_records
 
+RECORDS = "records.jsonl"
 SUMMARY = "GITHUB_STEP_SUMMARY"
 SKIPPED = -1
 """In place of an exit code: a stage that it needs did not succeed."""
@@ -23,10 +24,10 @@ def run_stages(night: Sequence[Stage], folder: Path) -> dict[str, int]:
 
     Args:
         night: what is started.
-        folder: of the reports; made where missing, an older night's figures in it are removed.
+        folder: of the reports; made where missing, what an older night left is removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (BENCH, latencies.FILE):
+    for name in (RECORDS, BENCH, latencies.FILE):
         (folder / name).unlink(missing_ok=True)
     codes: dict[str, int] = {}
     for stage in night:
@@ -53,7 +54,7 @@ def lines(codes: dict[str, int], recorded: Sequence[Record]) -> list[str]:
 
 def records(folder: Path) -> list[Record]:
     """Of the differential stage; none where it left none."""
-    path = folder / "records.jsonl"
+    path = folder / RECORDS
     return list(read_records(path)) if path.is_file() else []
 
 

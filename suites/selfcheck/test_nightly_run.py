@@ -133,7 +133,8 @@ def python(code: str) -> tuple[str, ...]:
 def test_a_failed_stage_stops_those_that_need_it(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    (out / stages.BENCH).write_text("of another night")
+    for name in (stages.BENCH, "records.jsonl", "latency.json"):
+        (out / name).write_text("of another night")
     night = [
         Stage("one", python("raise SystemExit(3)")),
         Stage("two", python(f"open({str(out / 'two')!r}, 'w')"), ("one",)),
