@@ -30,7 +30,7 @@ def write(bench: Path, folder: Path, nights: Path, *, notes: Sequence[str] = ())
     Args:
         bench: a ``bench.jsonl``.
         folder: made where missing; gets bench.xml, bench.json, bench.openmetrics.txt, summary.md
-            and bench.html. A ``latency.json`` in it goes into the two in the middle.
+            and bench.html. Figures of a ``latency.json`` in it go into the JSON and OpenMetrics.
         nights: the history, made where missing.
         notes: further lines of the summary.
 
