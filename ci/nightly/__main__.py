@@ -55,7 +55,8 @@ def nightly(config: Config, options: argparse.Namespace, bench: Sequence[str]) -
     planned = trials.planned(here.sm)
     extras = (*EXTRAS, "gpu") if here.gpus else EXTRAS
     free_gib = free_gib_needed(config, arms) if here.gpus else 0.0
-    found = checks.checks(extras, options.report, free_gib, unpinned=options.unpinned)
+    [benchmark] = [stage.argv for stage in night if stage.name == "bench"]
+    found = checks.checks(extras, options.report, free_gib, benchmark, unpinned=options.unpinned)
     show(Console(highlight=False, soft_wrap=True), here, planned, found, night)
     wrong = [f"{check.name}: {check.said}" for check in found if check.holds is False]
     if not here.gpus and not options.dry_run:

@@ -38,12 +38,17 @@ def started(module: str, *args: str) -> subprocess.CompletedProcess[str]:
 
 
 def checks(
-    extras: Sequence[str], folder: Path, free_gib: float, *, unpinned: bool = False
+    extras: Sequence[str],
+    folder: Path,
+    free_gib: float,
+    bench: Sequence[str],
+    *,
+    unpinned: bool = False,
 ) -> list[Check]:
     """All of them, in the order they are printed."""
     stack = "gpu" if "gpu" in extras else "cpu"
     asked = accepted(extras) if unpinned else packages(extras, stack)
-    return [signatures(), asked, disk(folder, free_gib)]
+    return [signatures(), asked, disk(folder, free_gib), benchmark(bench)]
 
 
 def signatures() -> Check:
@@ -120,3 +125,12 @@ def disk(folder: Path, free_gib: float) -> Check:
     existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(existing).free / GIB
     return Check("disk", free >= free_gib, f"{free:.0f} GiB free, {free_gib:.0f} are needed")
+
+
+def benchmark(argv: Sequence[str]) -> Check:
+    """Whether the benchmark understands its command line."""
+    asked = [*argv, "--dry-run"]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
+    holds = done.returncode == 0
+    said = (done.stdout if holds else done.stderr).strip().rpartition("\n")[2]
+    return Check("benchmark", holds, said)

@@ -32,7 +32,9 @@ KINDS: dict[str, tuple[str, ...]] = {
     "embedded": (*COMMON, *EMBEDDED),
     "sglang": (*COMMON, "backend", "target", "draft", "args", *SGLANG),
 }
+NUMBERS = {*SGLANG, "page_size", "num_pages"}
 DEFAULT_PAIR = "gqa"
+MOST_SLOWDOWN = 10.0
 VERSIONS = "import importlib.metadata as m, sys; print(*(m.version(p) for p in sys.argv[1:]))"
 
 
@@ -143,14 +145,19 @@ def parse(spec: str, pairs: Mapping[str, Path] | None = None) -> Arm:
         if not equals or name not in KINDS[kind] or name in options:
             accepted = f"{', '.join(KINDS[kind])}, each once as KEY=VALUE"
             raise UsageError(rejected(f"option of {kind}", word, accepted))
+        if name in NUMBERS and (not value.isdecimal() or not int(value)):
+            raise UsageError(rejected(f"option of {kind}", word, "1 or more"))
         options[name] = value
-    return Arm(
+    arm = Arm(
         spec=spec,
         kind=kind,
         options=options,
         slowdown=_slowdown(options.get("slowdown", "0")),
         pairs=pairs or {},
     )
+    if arm.pairs and arm.pair and arm.pair not in arm.pairs:
+        raise UsageError(rejected(f"pair of {kind}", arm.pair, ", ".join(arm.pairs)))
+    return arm
 
 
 def _slowdown(text: str) -> float:
@@ -158,8 +165,9 @@ def _slowdown(text: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0.0 <= value <= 10.0:
-        raise UsageError(rejected("slowdown", text, "a number from 0 to 10, 0.05 is 5 %"))
+    if not 0.0 <= value <= MOST_SLOWDOWN:
+        accepted = f"a number from 0 to {MOST_SLOWDOWN:g}, 0.05 is 5 %"
+        raise UsageError(rejected("slowdown", text, accepted))
     return value
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
-from harness.bench.arms import Arm
+from harness.bench.arms import MOST_SLOWDOWN, Arm
 from harness.bench.findings import NOISY, SLOWED, Finding
 from harness.bench.record import CasePlan, Role, Session, Workload
 from harness.errors import UsageError, rejected
@@ -55,9 +55,17 @@ class Setup:
             if least < 1 or w.requests % w.batch_size:
                 accepted = "at least 1, 2 output tokens, whole batches"
                 raise UsageError(rejected("workload", w, accepted))
-        if not self.workloads or not self.roles or self.blocks_at_most < 1:
-            asked = (self.workloads, self.roles, self.blocks_at_most)
-            raise UsageError(rejected("workloads, sessions, blocks", asked, "one or more of each"))
+        for name, asked in (("workloads", self.workload_ids), ("sessions", self.roles)):
+            if not asked or len({*asked}) < len(asked):
+                raise UsageError(rejected(name, ",".join(asked), "one or more, each once"))
+        if not 0.0 < self.slowdown <= MOST_SLOWDOWN:
+            accepted = f"above 0, at most {MOST_SLOWDOWN:g}, 0.05 is 5 %"
+            raise UsageError(rejected("planted", self.slowdown, accepted))
+
+    @property
+    def workload_ids(self) -> tuple[str, ...]:
+        """Of the workloads, in order."""
+        return tuple(workload.id for workload in self.workloads)
 
     def arms(self, role: Role) -> dict[str, Arm]:
         """The arms of a session by letter."""

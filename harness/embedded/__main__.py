@@ -9,16 +9,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from harness.arguments import count
+
 MODELS = Path(__file__).resolve().parents[2] / "fixtures" / "models"
 CONTEXT_LENGTH = 512
 KEEP_ALIVE_S = 30
 BACKLOG = 1024
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not accepted; accepted: 1, 2, 3, …")
-    return int(text)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,14 +28,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--spec", choices=("v1", "v2", "none"), default="v2")
     made.add_argument("--kernel", default="reference", metavar="NAME")
     made.add_argument("--device", default="cpu", metavar="NAME")
-    made.add_argument("--num-steps", type=_at_least_one, default=3, metavar="N")
-    made.add_argument("--num-draft-tokens", type=_at_least_one, default=4, metavar="N")
-    made.add_argument("--page-size", type=_at_least_one, default=16, metavar="N")
-    made.add_argument(
-        "--num-pages", type=_at_least_one, metavar="N", help="by default, room for all"
-    )
-    made.add_argument("--max-running-requests", type=_at_least_one, default=8, metavar="N")
-    made.add_argument("--context-length", type=_at_least_one, default=CONTEXT_LENGTH, metavar="N")
+    made.add_argument("--num-steps", type=count, default=3, metavar="N")
+    made.add_argument("--num-draft-tokens", type=count, default=4, metavar="N")
+    made.add_argument("--page-size", type=count, default=16, metavar="N")
+    made.add_argument("--num-pages", type=count, metavar="N", help="by default, room for all")
+    made.add_argument("--max-running-requests", type=count, default=8, metavar="N")
+    made.add_argument("--context-length", type=count, default=CONTEXT_LENGTH, metavar="N")
     made.add_argument("--slowdown", type=float, default=0.0, metavar="PART")
     return made
 

@@ -10,6 +10,7 @@ from harness.bench.record import ArmFacts, Role, Workload
 from harness.errors import ContractError, UsageError
 
 PAIRS = bench.PAIRS
+TWICE = f"{DEFAULT[0]},{DEFAULT[0]}"
 
 
 def test_an_embedded_arm_is_a_command_of_serve():
@@ -67,11 +68,15 @@ def test_an_attached_arm_has_no_command():
         ("embedded:slowdown=-1", "slowdown = '-1'"),
         ("sglang:slowdown=much", "slowdown = 'much'"),
         ("sglang:page_size=4", "option of sglang = 'page_size=4'"),
+        ("sglang:num_steps=x", "option of sglang = 'num_steps=x' is not accepted; accepted: 1 or"),
+        ("embedded:num_pages=0", "option of embedded = 'num_pages=0'"),
+        ("embedded:pair=gpa", "pair of embedded = 'gpa' is not accepted; accepted: gqa, mla"),
+        ("sglang:pair=gpa", "pair of sglang = 'gpa'"),
     ],
 )
 def test_a_word_that_is_no_arm_is_named(spec, message):
     with pytest.raises(UsageError, match=message):
-        parse(spec)
+        parse(spec, PAIRS)
 
 
 def test_an_interpreter_without_the_package_is_named():
@@ -93,7 +98,7 @@ def test_a_workload_that_cannot_be_run_is_refused(changed, message):
     asked = {"a": arm, "b": arm, "margins": (), "roles": tuple(Role), "seed": "", "design": "AB/BA"}
     with pytest.raises(UsageError, match=message):
         Setup(**asked, workloads=(Workload(**row),), blocks_at_most=1)
-    with pytest.raises(UsageError, match="one or more of each"):
+    with pytest.raises(UsageError, match=r"workloads = '' is not .* one or more, each once"):
         Setup(**asked, workloads=(), blocks_at_most=1)
 
 
@@ -106,11 +111,43 @@ def test_a_workload_that_cannot_be_run_is_refused(changed, message):
         (["--a", "what:"], "b = None"),
         (["--a", "what:", "--sessions", "A/A"], "arm = 'what:'"),
         (["--a", "embedded:", "--sessions", "A/A", "--calibration", "no"], "bench records = 'no'"),
+        (["--a", "embedded:", "--sessions", "A/A,A/A"], "sessions = 'A/A,A/A'"),
+        (["--a", "embedded:", "--sessions", "A/A", "--workloads", TWICE], f"workloads = '{TWICE}'"),
+        (["--a", "embedded:", "--sessions", "A/A", "--planted", "10.5"], "planted = 10.5"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_ends_with_2(words, message, capsys):
     assert bench.main(words) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "values", "accepted"),
+    [
+        (word, ["0", "-1", "1.5", "x", ""], "1 or more")
+        for word in ("--blocks-at-most", "--side-by-side", "--warm-ups", "--passes")
+    ]
+    + [(word, ["0", "-3", "nan", "x"], "a number above 0") for word in ("--seconds", "--planted")],
+)
+def test_a_number_that_makes_no_sense_is_named(word, values, accepted, capsys):
+    for value in values:
+        with pytest.raises(SystemExit, match="2"):
+            bench.main(["--a", "embedded:", f"{word}={value}"])
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said.endswith(f"argument {word}: {value!r} is not accepted; accepted: {accepted}")
+
+
+def test_a_dry_run_shows_sessions_and_leaves_nothing(tmp_path, capsys):
+    sides = ["--a", "embedded:name=old", "--b", "sglang:backend=fa3", "--blocks-at-most", "5"]
+    asked = [*sides, "--workloads", "bs1-in128-out64,smoke-bs2-in32-out32", "--planted", "0.1"]
+    assert bench.main([*asked, "--out", str(tmp_path / "bench.jsonl"), "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "candidate: A = embedded:name=old, B = sglang:backend=fa3",
+        "A/A: A = embedded:name=old, B = embedded:name=old",
+        "planted: A = embedded:name=old, B = embedded:name=old +10%",
+        "each on bs1-in128-out64, smoke-bs2-in32-out32: quads, at most 5 blocks a case",
+    ]
+    assert not [*tmp_path.iterdir()]
 
 
 def test_every_workload_of_the_table_has_its_prompts():

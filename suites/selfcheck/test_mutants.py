@@ -103,12 +103,9 @@ def test_matrix(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert show({"seen": fates["seen"]}, Console(file=text)) == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [(["-k", "nothing"], "-k = 'nothing'"), (["--workers", "0"], "--workers = 0")],
-)
-def test_what_cannot_be_asked_ends_with_2(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words) == 2
-    assert message in capsys.readouterr().err
+def test_what_cannot_be_asked_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-k", "nothing"]) == 2
+    assert "-k = 'nothing'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["--workers", "0"])
+    assert "argument --workers: '0' is not accepted; accepted: 1 or" in capsys.readouterr().err

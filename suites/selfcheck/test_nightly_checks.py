@@ -13,7 +13,7 @@ import pytest
 from ci.nightly import checks
 from ci.nightly.__main__ import free_gib_needed
 from ci.nightly.checks import Check
-from ci.nightly.stages import arms_of
+from ci.nightly.stages import arms_of, module
 
 
 def junit(text: str) -> Any:
@@ -85,6 +85,18 @@ def test_room_is_asked_for_environments_that_are_made() -> None:
     pins = {"a": sys.executable, "b": "sglang", "c": "sglang==0.5.14"}
     assert free_gib_needed(config, arms_of(pins)) == 17.0
     assert free_gib_needed(config, arms_of({"a": sys.executable})) == 3.0
+
+
+def test_the_benchmark_is_asked_whether_it_understands_its_words(tmp_path: Path) -> None:
+    out = tmp_path / "bench.jsonl"
+    words = ("harness", "bench", "--a", "embedded:", "--sessions", "A/A", "--out", str(out))
+    bench = module(*words, "--workloads", "bs1-in128-out64")
+    assert checks.benchmark(bench) == Check(
+        "benchmark", True, "each on bs1-in128-out64: quads, at most 16 blocks a case"
+    )
+    said = "specgate bench: error: argument --passes: '0' is not accepted; accepted: 1 or more"
+    assert checks.benchmark((*bench, "--passes", "0")) == Check("benchmark", False, said)
+    assert not out.exists()
 
 
 def test_disk_is_that_of_a_folder_to_be_made(tmp_path: Path) -> None:
