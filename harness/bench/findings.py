@@ -179,10 +179,10 @@ def verdict(found: Sequence[Finding]) -> Night:
         settled = believe(settled, controls)
     ruled = tuple(f.ruled(settled[f.id]) if f.id in settled else f for f in found)
     refused = [why for f in found if f.id in settled for why in settled[f.id].reasons]
-    return Night(
-        findings=ruled,
-        reasons=tuple(dict.fromkeys(why for why in refused if why.startswith("control "))),
-    )
+    reasons = [why for why in refused if why.startswith("control ")]
+    if not candidates:
+        reasons = ["no candidate was measured"]
+    return Night(findings=ruled, reasons=tuple(dict.fromkeys(reasons)))
 
 
 def _controls(found: Sequence[Finding]) -> list[dict[Control, Evidence]]:

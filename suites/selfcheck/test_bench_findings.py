@@ -133,7 +133,7 @@ def test_compare_judges_a_file_again(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "regressed" in printed
     assert "+5.0 %" in printed
-    assert "verdict: invalid" in printed  # nobody asked about a candidate
+    assert "verdict: invalid\n  no candidate was measured\n" in printed
     assert compare.main([str(tmp_path / "none")]) == 2
 
 
