@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pair", default="gqa", help="of the embedded server")
     parser.add_argument("--planted", type=above_zero, default=0.05, metavar="PART")
     parser.add_argument("--passes", type=count, default=1, metavar="N", help="of every trial")
-    parser.add_argument("--blocks-at-most", type=count, default=16, metavar="N", help="of a case")
+    parser.add_argument("--blocks-at-most", type=count, default=32, metavar="N", help="of a case")
     parser.add_argument("--out", type=Path, default=Path("report/selfcheck"), metavar="FOLDER")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
