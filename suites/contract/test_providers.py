@@ -26,7 +26,8 @@ def _packages(monkeypatch: pytest.MonkeyPatch) -> None:
     for user in (flash_mla, flashinfer_xqa, trtllm_gen):
         monkeypatch.setattr(user, "cuda_device", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(workspace, "_SHARED", {})
-    monkeypatch.setattr(workspace, "SIZES", dict.fromkeys(workspace.SIZES, 9 * workspace.MIB))
+    sizes = {name: size + workspace.MIB for name, size in workspace.SEMAPHORES.items()}
+    monkeypatch.setattr(workspace, "SIZES", sizes)
 
 
 def assert_agrees(provider: CheckedProvider, shape: Shape, seed: int = 0) -> None:
@@ -46,9 +47,19 @@ def test_every_entry_agrees_with_the_reference(kind, shape: Shape) -> None:
     assert workspace.check_semaphores(workspace.shared_workspaces()) == []
 
 
+def backwards(
+    out: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor
+) -> torch.Tensor:
+    """``scatter_``, the last element first: a GPU writes in any order."""
+    return out.copy_(out.scatter(dim, index.flip(dim), source.flip(dim)))
+
+
 @pytest.mark.parametrize("sinks", [False, True])
-def test_one_plan_serves_every_batch_of_its_geometry(sinks: bool) -> None:
+def test_one_plan_serves_every_batch_of_its_geometry(
+    sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Lengths, pages and cuts change under the plan; only the index tensors are refilled."""
+    monkeypatch.setattr(torch.Tensor, "scatter_", backwards)
     provider = FlashInferXQA("cuda")
     context = provider.kernels["context"]
     first = replace(CONTEXT, lengths=(300, 37, 131), q_len=21, sinks=sinks)
@@ -78,6 +89,11 @@ def test_another_geometry_has_a_plan_of_its_own() -> None:
     for shape in (CONTEXT, replace(CONTEXT, window_left=9), replace(CONTEXT, q_len=19), CONTEXT):
         assert_agrees(provider, shape)
     assert len(provider.kernels["context"]._plans) == 3
+
+
+def test_variants_with_sinks_are_built_for_each_head_size() -> None:
+    for head_dim in (64, 128):
+        assert_agrees(FlashInferXQA("cuda"), replace(CONTEXT, sinks=True, head_dim=head_dim))
 
 
 @pytest.mark.parametrize(

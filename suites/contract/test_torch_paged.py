@@ -12,6 +12,8 @@ from fixtures.toy_calls import LENS, Q_LEN, int32, ragged, uniform
 from harness.backends.metadata import packed_causal_mask
 from harness.capability import REFERENCE
 from harness.providers import attention
+from harness.providers.attention import Softmax
+from harness.providers.paged import PagedKeys
 from harness.providers.torch_paged import TorchPaged
 
 
@@ -103,14 +105,29 @@ def test_packed_mask_decides_the_last_keys(provider: TorchPaged) -> None:
     assert torch.equal(obtained[rest], causal[rest])
 
 
-def test_packed_mask_reaches_its_second_word(provider: TorchPaged) -> None:
-    capability_limit, q_len = REFERENCE.max_q_len, 16
-    assert q_len == capability_limit
+def test_packed_mask_reaches_its_third_word() -> None:
     mask = packed_causal_mask(1, 33, "cpu")
     assert mask.shape == (1, 33, 4)
     words = [int(word) for word in mask[0, 32].to(torch.int32)]
     assert words == [0xFFFF, 0xFFFF, 1, 0]
     assert [int(w) for w in mask[0, 17].to(torch.int32)] == [0xFFFF, 0b11, 0, 0]
+    key, position = torch.arange(38), torch.arange(5, 38)[None]
+    seen = attention.visible_keys(position, 38, Softmax(1.0, packed_mask=mask))
+    assert torch.equal(seen, key <= position[..., None])
+
+
+def test_a_query_that_sees_nothing_yields_zeros() -> None:
+    q, keys = torch.randn(1, 2, HEADS, 8), torch.randn(1, 3, HEADS, 8)
+    position = torch.tensor([[-1, 0]])
+    obtained = attention.attend(q, keys, keys, position, Softmax(1.0))
+    assert not obtained[:, 0].any()
+    torch.testing.assert_close(obtained[:, 1], keys[:, 0])
+
+
+def test_a_full_last_page_makes_no_other_page_live() -> None:
+    tables, lengths = int32([5, 2, -1], [7, 1, 3]), int32(8, 9)
+    paged = PagedKeys((torch.zeros(8, 4, 1, 8),) * 2, tables, lengths, max_seq_len=9)
+    assert paged.live_columns(3).tolist() == [[True, True, False], [True, True, True]]
 
 
 @pytest.mark.parametrize("cache", ["k_buffer", "v_buffer"])
