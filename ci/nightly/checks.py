@@ -33,7 +33,11 @@ class Check:
 
 def started(module: str, *args: str) -> subprocess.CompletedProcess[str]:
     """``python -m module args``, run in the repository; what it printed."""
-    command = [sys.executable, "-m", module, *args]
+    return ran([sys.executable, "-m", module, *args])
+
+
+def ran(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """A command, run in the repository; what it printed."""
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
@@ -129,8 +133,7 @@ def disk(folder: Path, free_gib: float) -> Check:
 
 def benchmark(argv: Sequence[str]) -> Check:
     """Whether the benchmark understands its command line."""
-    asked = [*argv, "--dry-run"]
-    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = ran([*argv, "--dry-run"])
     holds = done.returncode == 0
     said = (done.stdout if holds else done.stderr).strip().rpartition("\n")[2]
     return Check("benchmark", holds, said)

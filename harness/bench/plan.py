@@ -58,6 +58,8 @@ class Setup:
         for name, asked in (("workloads", self.workload_ids), ("sessions", self.roles)):
             if not asked or len({*asked}) < len(asked):
                 raise UsageError(rejected(name, ",".join(asked), "one or more, each once"))
+        if self.blocks_at_most < 1:
+            raise UsageError(rejected("blocks_at_most", self.blocks_at_most, "1 or more"))
         if not 0.0 < self.slowdown <= MOST_SLOWDOWN:
             accepted = f"above 0, at most {MOST_SLOWDOWN:g}, 0.05 is 5 %"
             raise UsageError(rejected("planted", self.slowdown, accepted))

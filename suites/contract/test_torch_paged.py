@@ -106,6 +106,7 @@ def test_packed_mask_decides_the_last_keys(provider: TorchPaged) -> None:
 
 
 def test_packed_mask_reaches_its_third_word() -> None:
+    assert REFERENCE.max_q_len == 16, "calls read the first word alone, so the mask is read here"
     mask = packed_causal_mask(1, 33, "cpu")
     assert mask.shape == (1, 33, 4)
     words = [int(word) for word in mask[0, 32].to(torch.int32)]

@@ -100,6 +100,8 @@ def test_a_workload_that_cannot_be_run_is_refused(changed, message):
         Setup(**asked, workloads=(Workload(**row),), blocks_at_most=1)
     with pytest.raises(UsageError, match=r"workloads = '' is not .* one or more, each once"):
         Setup(**asked, workloads=(), blocks_at_most=1)
+    with pytest.raises(UsageError, match="blocks_at_most = 0 is not accepted; accepted: 1 or more"):
+        Setup(**asked, workloads=tuple(WORKLOADS.values()), blocks_at_most=0)
 
 
 @pytest.mark.parametrize(
