@@ -33,7 +33,7 @@ class Setup:
         margins: rows of every metric.
         roles: the sessions.
         seed, design: of the coins; every session tosses its own.
-        blocks_at_most: of every case.
+        blocks_at_most: of every case, None for what its margin says.
         slowdown: of the planted control.
         scales: of A/A effects by (workload, metric), from an earlier run on this machine.
     """
@@ -45,7 +45,7 @@ class Setup:
     roles: tuple[Role, ...]
     seed: str
     design: Design
-    blocks_at_most: int
+    blocks_at_most: int | None = None
     slowdown: float = SLOWDOWN
     scales: Levels = field(default_factory=dict)
 
@@ -58,7 +58,7 @@ class Setup:
         for name, asked in (("workloads", self.workload_ids), ("sessions", self.roles)):
             if not asked or len({*asked}) < len(asked):
                 raise UsageError(rejected(name, ",".join(asked), "one or more, each once"))
-        if self.blocks_at_most < 1:
+        if self.blocks_at_most is not None and self.blocks_at_most < 1:
             raise UsageError(rejected("blocks_at_most", self.blocks_at_most, "1 or more"))
         if not 0.0 < self.slowdown <= MOST_SLOWDOWN:
             accepted = f"above 0, at most {MOST_SLOWDOWN:g}, 0.05 is 5 %"
@@ -126,7 +126,7 @@ def _asked(role: Role, margin: Margin) -> bool:
 
 
 def _case(setup: Setup, workload: Workload, margin: Margin, levels: Levels) -> CasePlan:
-    most = min(setup.blocks_at_most, margin.n_max_nightly)
+    most = setup.blocks_at_most or margin.n_max_nightly
     return CasePlan(
         workload=workload.id,
         metric=margin.metric,
@@ -158,6 +158,11 @@ def check_resumed(found: Sequence[Session], setup: Setup) -> None:
         roles = [session.role.value for session in found]
         raise UsageError(rejected("sessions", [r.value for r in setup.roles], f"{roles}, as begun"))
     for session in found:
+        for case in session.cases:
+            if setup.blocks_at_most not in (None, most := case.bounds.n_max):
+                raise UsageError(
+                    rejected("blocks_at_most", setup.blocks_at_most, f"{most}, as begun")
+                )
         arms = setup.arms(session.role)
         asked = replace(
             session,

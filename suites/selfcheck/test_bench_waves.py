@@ -89,7 +89,6 @@ class Lab:
             "roles": tuple(Role),
             "seed": "x",
             "design": Design.PAIRS,
-            "blocks_at_most": 16,
         }
         how = {k: changed.pop(k) for k in ("seconds", "side_by_side") if k in changed}
         return Run(
@@ -101,6 +100,14 @@ class Lab:
             resume=resume,
             **how,
         ).run()
+
+
+@pytest.mark.parametrize(("asked", "most"), [(None, 16), (3, 3), (40, 40)])
+def test_so_many_blocks_as_asked_for_or_else_as_the_margin_says(tmp_path, monkeypatch, asked, most):
+    out = tmp_path / "bench.jsonl"
+    Lab(monkeypatch).run(out, roles=(Role.SAME,), blocks_at_most=asked)
+    (session,) = (line for line in read(out) if isinstance(line, Session))
+    assert {case.bounds.n_max for case in session.cases} == {most}
 
 
 def rulings(found, role):
@@ -214,6 +221,8 @@ def test_an_interrupted_run_goes_on_at_the_block_it_was_in(tmp_path, monkeypatch
         lab.run(out, workloads=(SMALL, LARGE), seed="y", resume=True)
     with pytest.raises(UsageError, match="sessions = "):
         lab.run(out, workloads=(SMALL, LARGE), roles=(Role.SAME,), resume=True)
+    with pytest.raises(UsageError, match="blocks_at_most = 40 is not accepted; accepted: 16, as"):
+        lab.run(out, workloads=(SMALL, LARGE), blocks_at_most=40, resume=True)
     lab.stop_after, before = 10**9, len(lab.events)
     found = lab.run(out, workloads=(SMALL, LARGE), resume=True)
     assert verdict(found).ruling is Ruling.OK

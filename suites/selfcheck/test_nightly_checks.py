@@ -92,7 +92,9 @@ def test_the_benchmark_is_asked_whether_it_understands_its_words(tmp_path: Path)
     words = ("harness", "bench", "--a", "embedded:", "--sessions", "A/A", "--out", str(out))
     bench = module(*words, "--workloads", "bs1-in128-out64")
     assert checks.benchmark(bench) == Check(
-        "benchmark", True, "each on bs1-in128-out64: quads, at most 16 blocks a case"
+        "benchmark",
+        True,
+        "each on bs1-in128-out64: quads, as many blocks a case as its margin allows",
     )
     said = "specgate bench: error: argument --passes: '0' is not accepted; accepted: 1 or more"
     assert checks.benchmark((*bench, "--passes", "0")) == Check("benchmark", False, said)
