@@ -148,6 +148,29 @@ class KeysOfLayerZero(TRTLLMHAAttnBackend):
         super()._write(k, v, replace(layer, layer_id=0), batch, metadata)
 
 
+class Spoiling(TRTLLMHAAttnBackend):
+    """Spoils what it stored, once attention has read it."""
+
+    def _write(self, k: Any, v: Any, layer: Any, batch: Any, metadata: Any) -> None:
+        super()._write(k, v, layer, batch, metadata)
+        self.stored = batch.out_cache_loc
+
+    def _attend(self, q: Any, out_dtype: Any, layer: Any, metadata: Any) -> torch.Tensor:
+        out = super()._attend(q, out_dtype, layer, metadata)
+        self.spoilt(self.token_to_kv_pool)[layer.layer_id][self.stored] *= 1.5
+        return out
+
+
+class KeysSpoiltForTheNextRound(Spoiling):
+    def spoilt(self, pool: Any) -> Any:
+        return pool.k_buffer
+
+
+class ValuesSpoiltForTheNextRound(Spoiling):
+    def spoilt(self, pool: Any) -> Any:
+        return pool.v_buffer
+
+
 class ViewsHandedOut(DraftExtendRunner):
     def trim(self, output: Any, extent: Any) -> Any:
         return replace(
@@ -197,6 +220,8 @@ ROWS: tuple[tuple[Subject, type, str, Execution, Verdict, str], ...] = (
     (MLA, PaddedQueryUnpaddedKeys, "mla-draft_extend_v1-accept_1_3", EAGER, Verdict.BROKEN_INVARIANT, "cache_seqlens_int32[0] = 41, expected 43"),
     (MHA, AcceptLengthsAsStride, "mha-draft_extend_v2-accept_1_3", GRAPH, Verdict.BROKEN_INVARIANT, "cu_seqlens_q"),
     (MHA, KeysOfLayerZero, "mha-decode-bs2_ragged", EAGER, Verdict.BROKEN_INVARIANT, "k1 slot"),
+    (MHA, KeysSpoiltForTheNextRound, "mha-target_verify-bs2_ragged", EAGER, Verdict.WRONG_NUMBERS, "kv_cache.key0: "),
+    (XQA, ValuesSpoiltForTheNextRound, "mha-decode-bs2_ragged", GRAPH, Verdict.WRONG_NUMBERS, "kv_cache.value0: "),
     (MHA, ViewsHandedOut, "mha-draft_extend_v2-accept_1_3", GRAPH, Verdict.BROKEN_INVARIANT, "changed in the next one"),
     (MHA, TopKOfHalfLogits, "mha-draft_extend_v1-accept_1_3", GRAPH, Verdict.WRONG_NUMBERS, "topk_p: off by"),
     (MHA, StaleTail, "mha-draft_extend_v2-bs3_ragged_padded_to_4", GRAPH, Verdict.BROKEN_INVARIANT, "out_cache_loc"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fixtures.toy_engine import PROMPTS, bench
 from fixtures.toy_rounds import WIDTH, run, standings
 
 BOTH = pytest.mark.parametrize("version", [1, 2], ids=["draft_extend_v1", "draft_extend_v2"])
@@ -22,6 +23,16 @@ def test_host_lengths_are_the_devices_where_somebody_reads_them(version: int) ->
         assert forward.batch.seq_lens_cpu is not None
         assert forward.batch.seq_lens_cpu.tolist() == forward.batch.seq_lens.tolist()
         assert forward.batch.seq_lens_sum == int(forward.batch.seq_lens.sum())
+
+
+def test_host_lengths_of_plain_decoding_are_the_devices() -> None:
+    rig = bench(needs_cpu=True)
+    rig.engine.generate(PROMPTS[:3], 5)
+    decodes = rig.trace.of("decode")
+    assert len(decodes) == 4
+    for batch in decodes:
+        assert batch.seq_lens_cpu is not None
+        assert batch.seq_lens_cpu.tolist() == batch.seq_lens.tolist()
 
 
 def test_host_lengths_run_ahead_under_overlap() -> None:

@@ -1,0 +1,84 @@
+"""Who serves a batch, graph or eager forward, and whose lengths the host must know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from harness.engine.phases import EaglePhases, GraphPhase, PlainPhases
+from harness.upstream.batch import ForwardBatch, ForwardMode
+from harness.upstream.interface import decide_needs_cpu_seq_lens
+from harness.upstream.slots import ReqToTokenPool
+
+
+@dataclass
+class Noting:
+    """A phase, or a runner of up to two requests, that notes what it is asked for."""
+
+    name: str
+    backend: Any = None
+    asked: list[str] = field(default_factory=list)
+
+    def can_run(self, batch: ForwardBatch) -> bool:
+        return batch.batch_size <= 2
+
+    def bucket(self, bs: int) -> int:
+        return 2
+
+    def graph_bs(self, batch: ForwardBatch) -> int | None:
+        return None
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        self.asked.append(f"prepare {batch.batch_size}")
+
+    def run(self, batch: ForwardBatch) -> str:
+        self.asked.append(f"run {batch.batch_size}")
+        return self.name
+
+
+def batch_of(bs: int) -> ForwardBatch:
+    lens = torch.arange(bs)
+    return ForwardBatch(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=bs,
+        input_ids=lens,
+        positions=lens,
+        req_pool_indices=lens,
+        seq_lens=lens,
+        out_cache_loc=lens,
+        req_to_token_pool=ReqToTokenPool(bs, 1),
+        token_to_kv_pool=SimpleNamespace(),
+    )
+
+
+def test_a_graph_serves_what_it_holds_and_the_eager_phase_the_rest() -> None:
+    eager, runner = Noting("eager", backend="the eager phase's"), Noting("graph")
+    phase = GraphPhase(eager, runner)
+    served = []
+    for bs in (1, 3, 2):
+        phase.prepare(batch_of(bs))
+        served.append((bs, phase.run(batch_of(bs)), phase.graph_bs(batch_of(bs))))
+    assert served == [(1, "graph", 2), (3, "eager", None), (2, "graph", 2)]
+    assert runner.asked == ["prepare 1", "run 1", "prepare 2", "run 2"]
+    assert eager.asked == ["prepare 3", "run 3"]
+    assert phase.backend == "the eager phase's"
+
+
+READERS = [(kind, each.name) for kind in (EaglePhases, PlainPhases) for each in fields(kind)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reader"), READERS, ids=lambda part: getattr(part, "__name__", part)
+)
+def test_one_reader_of_host_lengths_is_enough(kind: Callable[..., Any], reader: str) -> None:
+    names = [name for each, name in READERS if each is kind]
+    readers = {name: SimpleNamespace(needs_cpu_seq_lens=name == reader) for name in names}
+    phases = kind(**{name: Noting(name, backend) for name, backend in readers.items()})
+    assert decide_needs_cpu_seq_lens(phases.backends())
+    readers[reader].needs_cpu_seq_lens = False
+    assert not decide_needs_cpu_seq_lens(phases.backends())
