@@ -157,12 +157,11 @@ def check_resumed(found: Sequence[Session], setup: Setup) -> None:
     if tuple(session.role for session in found) != setup.roles:
         roles = [session.role.value for session in found]
         raise UsageError(rejected("sessions", [r.value for r in setup.roles], f"{roles}, as begun"))
+    begun = sorted({case.bounds.n_max for session in found for case in session.cases})
+    if setup.blocks_at_most is not None and begun != [setup.blocks_at_most]:
+        accepted = f"{', '.join(map(str, begun))}, as begun"
+        raise UsageError(rejected("blocks_at_most", setup.blocks_at_most, accepted))
     for session in found:
-        for case in session.cases:
-            if setup.blocks_at_most not in (None, most := case.bounds.n_max):
-                raise UsageError(
-                    rejected("blocks_at_most", setup.blocks_at_most, f"{most}, as begun")
-                )
         arms = setup.arms(session.role)
         asked = replace(
             session,

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from fixtures.toy_attention import make_batch, mha_pool, request_table
 from harness.engine.phases import EaglePhases, GraphPhase, PlainPhases
 from harness.upstream.batch import ForwardBatch, ForwardMode
 from harness.upstream.interface import decide_needs_cpu_seq_lens
-from harness.upstream.slots import ReqToTokenPool
 
 
 @dataclass
@@ -42,18 +42,9 @@ class Noting:
 
 
 def batch_of(bs: int) -> ForwardBatch:
-    lens = torch.arange(bs)
-    return ForwardBatch(
-        forward_mode=ForwardMode.DECODE,
-        batch_size=bs,
-        input_ids=lens,
-        positions=lens,
-        req_pool_indices=lens,
-        seq_lens=lens,
-        out_cache_loc=lens,
-        req_to_token_pool=ReqToTokenPool(bs, 1),
-        token_to_kv_pool=SimpleNamespace(),
-    )
+    lens, rows = [*range(1, bs + 1)], tuple(range(bs))
+    table, locations = request_table(), torch.arange(bs)
+    return make_batch(ForwardMode.DECODE, table, mha_pool(), lens, locations, rows)
 
 
 def test_a_graph_serves_what_it_holds_and_the_eager_phase_the_rest() -> None:
