@@ -7,7 +7,10 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
+from packaging.utils import canonicalize_name
 
+from ci.nightly.__main__ import EXTRAS
+from ci.nightly.checks import requirements
 from ci.offline import __main__ as cli
 from ci.offline import build
 from harness.errors import UsageError
@@ -51,6 +54,14 @@ def test_pins_are_those_of_the_lane() -> None:
     for wanted in WANTED.values():
         name, version = wanted.split()
         assert spec["packages"][name] == version
+
+
+def test_a_night_lacks_no_requirement() -> None:
+    spec = build.specification()
+    taken = {canonicalize_name(name) for table in spec["lanes"]["nightly"] for name in spec[table]}
+    machine = {"torch", *spec["machine"]["requirements"]}
+    needed = {canonicalize_name(one.name) for one in requirements((*EXTRAS, "gpu"))}
+    assert needed - taken <= machine
 
 
 def test_a_lane_takes_its_tables_along(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
