@@ -120,15 +120,6 @@ class Row:
         return None if self.finding.mde is None else math.exp(self.finding.mde)
 
     @property
-    def weight(self) -> float:
-        """The e-value behind the verdict: for better where it improved, against worse where OK."""
-        weights = {
-            Ruling.IMPROVED: self.evidence.e_improved,
-            Ruling.OK: self.evidence.e_clear,
-        }
-        return weights.get(self.ruling, self.evidence.e_regressed)
-
-    @property
     def numbers(self) -> dict[str, float]:
         """Everything measured and planned, by name."""
         e = self.evidence
@@ -150,7 +141,7 @@ class Row:
         """What was found, in one line."""
         e = self.evidence
         found = f"{self.case}: {self.ruling}, B / A {percent(e.ratio)}"
-        found += f" ({interval(e)}), e = {self.weight:.3g}"
+        found += f" ({interval(e)}), e = {e.e:.3g}"
         found += f" after {e.blocks} blocks, MDE {percent(self.detectable)}"
         return "; ".join((found, *self.finding.reasons))
 

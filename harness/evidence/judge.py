@@ -83,6 +83,12 @@ class Evidence:
         """E-value against "at most delta0 faster"."""
         return self.path[-1][2] if self.path else 1.0
 
+    @property
+    def e(self) -> float:
+        """The one behind the ruling: for better where IMPROVED, against worse where OK."""
+        behind = {Ruling.IMPROVED: self.e_improved, Ruling.OK: self.e_clear}
+        return behind.get(self.ruling, self.e_regressed)
+
 
 def judge(blocks: Sequence[Block], plan: Plan) -> Evidence:
     """Rule on the blocks measured so far; ask after each until the answer is ``over``.

@@ -96,13 +96,18 @@ def test_scale_comes_from_earlier_blocks_alone():
 
 
 @pytest.mark.parametrize(
-    ("effect", "ruling", "blocks"),
-    [(0.5, Ruling.REGRESSED, 8), (-0.5, Ruling.IMPROVED, 8), (0.0, Ruling.OK, 5)],
+    ("effect", "ruling", "blocks", "behind"),
+    [
+        (0.5, Ruling.REGRESSED, 8, "e_regressed"),
+        (-0.5, Ruling.IMPROVED, 8, "e_improved"),
+        (0.0, Ruling.OK, 5, "e_clear"),
+    ],
 )
-def test_rulings_stop_early_and_later_blocks_change_nothing(effect, ruling, blocks):
+def test_rulings_stop_early_and_later_blocks_change_nothing(effect, ruling, blocks, behind):
     found = ruled([effect] * blocks + [-effect] * 4)
     assert (found.ruling, found.over, found.blocks) == (ruling, True, blocks)
     assert not ruled([effect] * (blocks - 1)).over
+    assert found.e == getattr(found, behind) >= 20.0
     assert found.ratio == pytest.approx(math.exp(effect))
     assert found.low < found.ratio < found.high or found.low == 0
 
@@ -118,6 +123,7 @@ def test_no_decision_within_n_max_is_inconclusive():
     empty = ruled([])
     assert (empty.ruling, empty.over, empty.e_regressed) == (Ruling.INCONCLUSIVE, False, 1.0)
     assert (empty.e_clear, empty.e_improved, empty.high) == (1.0, 1.0, math.inf)
+    assert found.e == found.e_regressed
 
 
 def test_a_third_of_the_blocks_may_be_invalid_and_no_more():
