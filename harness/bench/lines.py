@@ -28,7 +28,7 @@ from harness.evidence.decision import Thresholds
 from harness.evidence.margin import Bounds
 from harness.record import Environment
 
-FORMAT = 1
+FORMAT = 2
 PACKED = ".gz"
 """Ending of records that were packed; they can be read, and not be added to."""
 

@@ -21,6 +21,8 @@ Levels = Mapping[tuple[str, str], float]
 """A number by (workload, metric)."""
 SLOWDOWN = 0.05
 """Of the planted control."""
+WARM_UPS = 2
+PASSES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,7 @@ class Setup:
         margins: rows of every metric.
         roles: the sessions.
         seed, design: of the coins; every session tosses its own.
+        warm_ups, passes: see ``Trials``.
         blocks_at_most: of every case, None for what its margin says.
         slowdown: of the planted control.
         scales: of A/A effects by (workload, metric), from an earlier run on this machine.
@@ -45,6 +48,8 @@ class Setup:
     roles: tuple[Role, ...]
     seed: str
     design: Design
+    warm_ups: int = WARM_UPS
+    passes: int = PASSES
     blocks_at_most: int | None = None
     slowdown: float = SLOWDOWN
     scales: Levels = field(default_factory=dict)
@@ -112,6 +117,8 @@ def sessions(setup: Setup, levels: Levels, environment: Environment) -> list[Ses
             design=setup.design,
             thresholds=(control if role is Role.SAME else nightly)(len(gated)),
             workloads=setup.workloads,
+            warm_ups=setup.warm_ups,
+            passes=setup.passes,
             cases=tuple(_case(setup, *row, levels) for row in gated if _asked(role, row[1])),
             started=started,
             environment=environment,
@@ -170,6 +177,8 @@ def check_resumed(found: Sequence[Session], setup: Setup) -> None:
             seed=f"{setup.seed}/{session.role}",
             design=setup.design,
             workloads=setup.workloads,
+            warm_ups=setup.warm_ups,
+            passes=setup.passes,
         )
         for name, value in vars(asked).items():
             if value != getattr(session, name):

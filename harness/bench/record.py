@@ -97,6 +97,7 @@ class Session:
         seed, design: of the coin.
         thresholds: of the family.
         workloads: in the order every trial runs them.
+        warm_ups, passes: see ``Trials``.
         cases: what is ruled on.
         started: ISO 8601, UTC.
         environment: the machine.
@@ -110,6 +111,8 @@ class Session:
     design: Design
     thresholds: Thresholds
     workloads: tuple[Workload, ...]
+    warm_ups: int
+    passes: int
     cases: tuple[CasePlan, ...]
     started: str
     environment: Environment

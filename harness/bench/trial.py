@@ -22,8 +22,6 @@ from harness.evidence.conditions import Conditions
 from harness.serving.client import Client
 from harness.serving.flush import Flushed, flush
 
-WARM_UPS = 2
-PASSES = 3
 MOST_SLEEP_S = 0.1
 """A planted sleep behind a warm-up that was disturbed must not stall the night."""
 
@@ -44,18 +42,18 @@ class Trials:
 
     Args:
         prompts: of a workload.
-        watch: a probe of this machine, for a server.
         warm_ups: of every workload on every server, before it is first measured there.
         passes: of every trial; every pass is behind a flush of its own.
+        watch: a probe of this machine, for a server.
         connect, empty: client and flush of a URL.
         check: raises ``ContractError`` where a server answers wrongly, asked before every warm-up;
             None where nobody knows what is right.
     """
 
     prompts: Callable[[Workload], Sequence[Prompt]]
+    warm_ups: int
+    passes: int
     watch: Callable[[Server], Probe] = lambda _: Probe()
-    warm_ups: int = WARM_UPS
-    passes: int = PASSES
     connect: Callable[[str], Client] = Client
     empty: Callable[[str], Flushed] = flush
     check: Callable[[Arm, Client, Workload], None] | None = None

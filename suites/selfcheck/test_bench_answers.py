@@ -70,4 +70,4 @@ def test_one_wrong_token_is_named(pair):
 )
 def test_where_one_arm_has_an_unknown_model_nobody_is_checked(a, b, is_known):
     options = bench.parser().parse_args(["--a", a, "--b", b])
-    assert (bench.trials(options, bench.setup(options)).check is not None) == is_known
+    assert (bench.trials(bench.setup(options)).check is not None) == is_known

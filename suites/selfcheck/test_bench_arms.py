@@ -147,7 +147,8 @@ def test_a_dry_run_shows_sessions_and_leaves_nothing(tmp_path, capsys):
         "candidate: A = embedded:name=old, B = sglang:backend=fa3",
         "A/A: A = embedded:name=old, B = embedded:name=old",
         "planted: A = embedded:name=old, B = embedded:name=old +10%",
-        "each on bs1-in128-out64, smoke-bs2-in32-out32: quads, at most 5 blocks a case",
+        "each on bs1-in128-out64, smoke-bs2-in32-out32: quads, "
+        "3 passes a trial behind 2 warm-ups, at most 5 blocks a case",
     ]
     assert not [*tmp_path.iterdir()]
 
@@ -155,7 +156,7 @@ def test_a_dry_run_shows_sessions_and_leaves_nothing(tmp_path, capsys):
 def test_every_workload_of_the_table_has_its_prompts():
     assert set(DEFAULT) <= set(WORKLOADS)
     options = bench.parser().parse_args(["--a", "embedded:", "--sessions", "A/A"])
-    made = bench.trials(options, bench.setup(options)).prompts
+    made = bench.trials(bench.setup(options)).prompts
     for workload in WORKLOADS.values():
         asked = made(workload)
         assert len(asked) == workload.requests

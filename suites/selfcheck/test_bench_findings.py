@@ -38,8 +38,8 @@ def records(
     case = CasePlan(workload=workload.id, metric="tpot", bounds=bounds, calibrated=0.01, unit="ms")
     session = Session(
         id="s", role=role, a=ArmFacts(name="a"), b=ArmFacts(name="b"), seed="1",
-        design=design, thresholds=Thresholds(), workloads=(workload,), cases=(case,),
-        started="", environment=environment(),
+        design=design, thresholds=Thresholds(), workloads=(workload,), warm_ups=2,
+        passes=1, cases=(case,), started="", environment=environment(),
     )  # fmt: skip
     append(path, session)
     for index in range(blocks):
@@ -160,9 +160,9 @@ def test_lines_that_are_no_records_are_named(tmp_path):
     path = tmp_path / "bench.jsonl"
     _, trial = records(path, blocks=1)
     whole = path.read_text()
-    for line in ("{}", '{"format":1,"kind":"x"}', '{"format":1,"kind":"trial"}', "[]", "nothing"):
+    for line in ("{}", '{"format":2,"kind":"x"}', '{"format":2,"kind":"trial"}', "[]", "nothing"):
         path.write_text(f"{whole}{line}\n")
         with pytest.raises(UsageError, match=r"bench\.jsonl:4: "):
             list(compare.read(path))
-    path.write_text(whole + '{"format":1')
+    path.write_text(whole + '{"format":2')
     assert list(compare.read(path))[-1] == trial

@@ -214,7 +214,8 @@ def test_an_interrupted_run_goes_on_at_the_block_it_was_in(tmp_path, monkeypatch
         lab.run(out, workloads=(SMALL, LARGE))
     assert not lab.up
     with out.open("a") as file:
-        file.write('{"format":1,"kind":"tri')
+        file.write('{"format":2,"kind":"tri')
+    lab.stop_after, before = 10**9, len(lab.events)
     with pytest.raises(UsageError, match="--resume"):
         lab.run(out, workloads=(SMALL, LARGE))
     with pytest.raises(UsageError, match="seed of session candidate"):
@@ -223,7 +224,9 @@ def test_an_interrupted_run_goes_on_at_the_block_it_was_in(tmp_path, monkeypatch
         lab.run(out, workloads=(SMALL, LARGE), roles=(Role.SAME,), resume=True)
     with pytest.raises(UsageError, match="blocks_at_most = 40 is not accepted; accepted: 16, as"):
         lab.run(out, workloads=(SMALL, LARGE), blocks_at_most=40, resume=True)
-    lab.stop_after, before = 10**9, len(lab.events)
+    for name in ("warm_ups", "passes"):
+        with pytest.raises(UsageError, match=f"{name} of session candidate = 9 is not accepted"):
+            lab.run(out, workloads=(SMALL, LARGE), resume=True, **{name: 9})
     found = lab.run(out, workloads=(SMALL, LARGE), resume=True)
     assert verdict(found).ruling is Ruling.OK
     resumed = [event[1] for event in lab.events[before:] if event[0] == "measure"]
