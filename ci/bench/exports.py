@@ -47,7 +47,7 @@ def smaller_is_better(rows: Sequence[Row], figures: Sequence[Figure] = ()) -> st
             "unit": "× reference",
             "value": round(math.exp(row.cost), 6),
             "range": f"± {_half_width(row)}",
-            "extra": f"{row.ruling}, e = {row.evidence.e:.3g}, {row.evidence.blocks} blocks, "
+            "extra": f"{row.ruling}, e = {row.evidence.e_value:.3g}, {row.evidence.blocks} blocks, "
             f"B / A {percent(row.evidence.ratio)}, {row.session.environment.commit[:12]}",
         }
         for row in rows

@@ -51,7 +51,7 @@ def _row(row: Row) -> str:
         f"**{row.ruling}**" if row.is_red else str(row.ruling),
         percent(e.ratio),
         interval(e),
-        f"{e.e:.3g}",
+        f"{e.e_value:.3g}",
         percent(row.detectable),
         f"{e.blocks}" + (f" (+{e.dropped} dropped)" if e.dropped else ""),
     )

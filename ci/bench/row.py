@@ -141,7 +141,7 @@ class Row:
         """What was found, in one line."""
         e = self.evidence
         found = f"{self.case}: {self.ruling}, B / A {percent(e.ratio)}"
-        found += f" ({interval(e)}), e = {e.e:.3g}"
+        found += f" ({interval(e)}), e = {e.e_value:.3g}"
         found += f" after {e.blocks} blocks, MDE {percent(self.detectable)}"
         return "; ".join((found, *self.finding.reasons))
 

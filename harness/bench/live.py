@@ -53,7 +53,7 @@ def table(found: Sequence[Finding]) -> Table:
             Text(said, style=COLOURS[f.ruling]),
             percent(evidence.ratio),
             interval(evidence),
-            f"{evidence.e:.3g}",
+            f"{evidence.e_value:.3g}",
             "" if f.mde is None else percent(math.exp(f.mde)),
             f"{evidence.blocks} of {f.case.bounds.n_max}{dropped}",
         )

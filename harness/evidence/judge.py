@@ -84,7 +84,7 @@ class Evidence:
         return self.path[-1][2] if self.path else 1.0
 
     @property
-    def e(self) -> float:
+    def e_value(self) -> float:
         """The one behind the ruling: for better where IMPROVED, against worse where OK."""
         behind = {Ruling.IMPROVED: self.e_improved, Ruling.OK: self.e_clear}
         return behind.get(self.ruling, self.e_regressed)

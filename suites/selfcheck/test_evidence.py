@@ -107,7 +107,7 @@ def test_rulings_stop_early_and_later_blocks_change_nothing(effect, ruling, bloc
     found = ruled([effect] * blocks + [-effect] * 4)
     assert (found.ruling, found.over, found.blocks) == (ruling, True, blocks)
     assert not ruled([effect] * (blocks - 1)).over
-    assert found.e == getattr(found, behind) >= 20.0
+    assert found.e_value == getattr(found, behind) >= 20.0
     assert found.ratio == pytest.approx(math.exp(effect))
     assert found.low < found.ratio < found.high or found.low == 0
 
@@ -123,7 +123,7 @@ def test_no_decision_within_n_max_is_inconclusive():
     empty = ruled([])
     assert (empty.ruling, empty.over, empty.e_regressed) == (Ruling.INCONCLUSIVE, False, 1.0)
     assert (empty.e_clear, empty.e_improved, empty.high) == (1.0, 1.0, math.inf)
-    assert found.e == found.e_regressed
+    assert found.e_value == found.e_regressed
 
 
 def test_a_third_of_the_blocks_may_be_invalid_and_no_more():
