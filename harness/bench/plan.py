@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Any
 
 from harness.bench.arms import MOST_SLOWDOWN, Arm
 from harness.bench.findings import NOISY, SLOWED, Finding
@@ -104,27 +105,38 @@ def sessions(setup: Setup, levels: Levels, environment: Environment) -> list[Ses
     ]
     if not gated:
         raise UsageError(rejected("measured metrics", sorted(levels), "one of the margins table"))
-    arms = [arm for role in setup.roles for arm in setup.arms(role).values()]
-    facts = {arm.spec: arm.facts() for arm in arms}
+    fixed = _fixed(setup)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     return [
         Session(
             id=role.value,
             role=role,
-            a=facts[setup.arms(role)["A"].spec],
-            b=facts[setup.arms(role)["B"].spec],
-            seed=f"{setup.seed}/{role}",
-            design=setup.design,
+            **fixed[role],
             thresholds=(control if role is Role.SAME else nightly)(len(gated)),
-            workloads=setup.workloads,
-            warm_ups=setup.warm_ups,
-            passes=setup.passes,
             cases=tuple(_case(setup, *row, levels) for row in gated if _asked(role, row[1])),
             started=started,
             environment=environment,
         )
         for role in setup.roles
     ]
+
+
+def _fixed(setup: Setup) -> dict[Role, dict[str, Any]]:
+    """Fields of every session that the setup alone decides; an arm is asked for its facts once."""
+    arms = {role: setup.arms(role) for role in setup.roles}
+    facts = {arm.spec: arm.facts() for sides in arms.values() for arm in sides.values()}
+    return {
+        role: {
+            "a": facts[sides["A"].spec],
+            "b": facts[sides["B"].spec],
+            "seed": f"{setup.seed}/{role}",
+            "design": setup.design,
+            "workloads": setup.workloads,
+            "warm_ups": setup.warm_ups,
+            "passes": setup.passes,
+        }
+        for role, sides in arms.items()
+    }
 
 
 def _asked(role: Role, margin: Margin) -> bool:
@@ -168,19 +180,9 @@ def check_resumed(found: Sequence[Session], setup: Setup) -> None:
     if setup.blocks_at_most is not None and begun != [setup.blocks_at_most]:
         accepted = f"{', '.join(map(str, begun))}, as begun"
         raise UsageError(rejected("blocks_at_most", setup.blocks_at_most, accepted))
+    fixed = _fixed(setup)
     for session in found:
-        arms = setup.arms(session.role)
-        asked = replace(
-            session,
-            a=arms["A"].facts(),
-            b=arms["B"].facts(),
-            seed=f"{setup.seed}/{session.role}",
-            design=setup.design,
-            workloads=setup.workloads,
-            warm_ups=setup.warm_ups,
-            passes=setup.passes,
-        )
-        for name, value in vars(asked).items():
+        for name, value in fixed[session.role].items():
             if value != getattr(session, name):
                 accepted = f"{getattr(session, name)!r}, as begun"
                 raise UsageError(rejected(f"{name} of session {session.id}", value, accepted))
