@@ -1,1 +1,1 @@
-pytest_plugins = ["fixtures.plugin"]
+pytest_plugins = ["fixtures.pytest_plugin.plugin"]

@@ -14,7 +14,8 @@ import sys
 import venv
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from harness.core.paths import ROOT
+
 TOOLS = ROOT / ".tox" / "tools"
 CONSTRAINTS = ROOT / "ci" / "constraints.txt"
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ci.summary import census, identity
+from harness.core.record import Record, Verdict, read_records
 from harness.errors import UsageError
-from harness.record import Record, Verdict, read_records
 
 
 def problems(records: Sequence[Record]) -> list[str]:

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ci import gate, summary
+from harness.core.record import Record, read_records
 from harness.errors import UsageError
-from harness.record import Record, read_records
 
 HERE = Path(__file__).parent
 

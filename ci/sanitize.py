@@ -14,7 +14,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from harness.core.paths import ROOT
+
 TEST = "suites/differential/test_cases.py::test_case"
 EDGE = "bs3_ragged_padded_to_4"
 MODES = ("decode", "multi_step_draft", "target_verify", "draft_extend_v1", "draft_extend_v2")

@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from harness.case import Execution, Mode
-from harness.record import Record, Verdict
+from harness.core.case import Execution, Mode
+from harness.core.record import Record, Verdict
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-ROOT = Path(__file__).resolve().parents[1]
+from harness.core.paths import ROOT
+
 DIFFERENTIAL = (
     "suites/differential",
     "suites/speculative",
@@ -32,7 +33,7 @@ INTERRUPTED = 2
 HANDED_ON = {
     "bench": ("fixtures.bench", "compare two servers in randomised blocks, to a verdict"),
     "compare": ("harness.bench", "judge a benchmark's records again and print what they show"),
-    "serve": ("harness.embedded", "serve a shipped pair over HTTP"),
+    "serve": ("harness.server", "serve a shipped pair over HTTP"),
     "mutants": ("fixtures.mutants", "plant the defects of the table, see which tests notice"),
 }
 """Verbs that are modules with a command line of their own, which they explain by ``--help``."""
@@ -170,10 +171,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.error(f"unrecognized arguments: {' '.join(args)}")
     if options.verb == "wheels":
         into = ("--into", str(Path(options.into).absolute())) if options.into else ()
-        return start("harness.upstream.wheel", *into)
+        return start("harness.upstream.released_wheel", *into)
     out = ("--out", str(Path(options.out).absolute())) if options.out else ()
     if options.verb == "limits":
-        return start("harness.limits", "--device", options.device, *out)
+        return start("harness.kernels.limits", "--device", options.device, *out)
     return start("ci.report", str(Path(options.records).absolute()), *out)
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.openmetrics.exposition import generate_latest
 
-from ci.bench.latencies import Figure
-from ci.bench.row import Row
-from harness.bench.live import percent
+from ci.bench.case_report import Row
+from ci.bench.latency_table import Figure
+from harness.bench.console import percent
 
 LABELS = ("session", "workload", "metric", "sku", "a", "b")
 GAUGES: tuple[tuple[str, str, Callable[[Row], float | None]], ...] = (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ci.bench.book import Book
-from ci.bench.row import Row
-from harness.bench.live import interval, percent
-from harness.evidence.ruling import Ruling
+from ci.bench.bench_report import Book
+from ci.bench.case_report import Row
+from harness.bench.console import interval, percent
+from harness.bench.stats.bench_verdict import Ruling
 
 MOST_LINES = 60
 LEVELS = {

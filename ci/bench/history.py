@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ci.bench.changes import Change, changed
+from ci.bench.change_point import Change, changed
+from harness.bench.stats.bench_verdict import Ruling
 from harness.errors import UsageError, rejected
-from harness.evidence.ruling import Ruling
 
 FORMAT = 1
 ALARM = 365.0

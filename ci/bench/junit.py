@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from xml.etree import ElementTree as Xml
 
-from ci.bench.row import Row, number
-from harness.evidence.ruling import Ruling
+from ci.bench.case_report import Row, number
+from harness.bench.stats.bench_verdict import Ruling
 
 ELEMENTS = {
     Ruling.REGRESSED: "failure",

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ci.bench import exports, github, history, junit, latencies
-from ci.bench.book import Book
+from ci.bench import exports, github, history, junit, latency_table
+from ci.bench.bench_report import Book
 from ci.bench.page import page
 from harness.errors import UsageError, rejected
 
@@ -40,7 +40,7 @@ def write(bench: Path, folder: Path, nights: Path, *, notes: Sequence[str] = ())
     book = Book.read(bench)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        figures = latencies.read(folder / latencies.FILE)
+        figures = latency_table.read(folder / latency_table.FILE)
         series = history.all_series(history.append(nights, book.entries()))
         summary = github.summary(book, notes=[*history.notes(series), *notes], link=PAGE)
         texts = {

@@ -10,12 +10,12 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from ci.bench import nights, plots, requests
-from ci.bench.book import Book
-from ci.bench.drawing import svg
+from ci.bench import history_plots, plots, request_plots
+from ci.bench.bench_report import Book
+from ci.bench.case_report import Row
+from ci.bench.charts import svg
 from ci.bench.history import Series
-from ci.bench.row import Row
-from harness.bench.live import interval, percent
+from harness.bench.console import interval, percent
 
 HERE = Path(__file__).parent
 
@@ -53,16 +53,22 @@ def figures(book: Book, series: Mapping[tuple[str, str], Series]) -> Sequence[Fi
     judged = [row for row in book.judged if row.evidence.blocks]
     controls = [row for row in book.rows if row.is_control and row.evidence.blocks]
     shifted = [row for s in book.sessions for row in _shifts(book, s.id)]
-    steps, facts = requests.halves(judged), requests.conditions(book.trials)
+    steps, facts = request_plots.halves(judged), request_plots.conditions(book.trials)
     drawn: tuple[tuple[str, str, str, Any, Callable[[Any], Any]], ...] = (
         ("forest", "Slowdown of every case", FOREST, [*judged, *controls], plots.forest),
-        ("waterfall", "Which half of TPOT moved", WATERFALL, steps, requests.waterfall),
+        ("waterfall", "Which half of TPOT moved", WATERFALL, steps, request_plots.waterfall),
         ("evidence", "Evidence, block by block", EVIDENCE, judged, plots.evidence),
         ("slopes", "Blocks in the order they ran", SLOPES, judged, plots.slopes),
-        ("machine", "What the machine did meanwhile", MACHINE, facts, requests.conditions_plot),
-        ("shift", "Which requests moved", SHIFT, shifted, requests.shift_plot),
-        ("history", "Nights", HISTORY, series, nights.history),
-        ("heat", "Cases on kinds of machines", HEAT, series, nights.heat_map),
+        (
+            "machine",
+            "What the machine did meanwhile",
+            MACHINE,
+            facts,
+            request_plots.conditions_plot,
+        ),
+        ("shift", "Which requests moved", SHIFT, shifted, request_plots.shift_plot),
+        ("history", "Nights", HISTORY, series, history_plots.history),
+        ("heat", "Cases on kinds of machines", HEAT, series, history_plots.heat_map),
     )
     return [
         Figure(name, title, reading, Markup(svg(plot(data))))
@@ -73,7 +79,7 @@ def figures(book: Book, series: Mapping[tuple[str, str], Series]) -> Sequence[Fi
 
 def _shifts(book: Book, session: str) -> list[dict[str, Any]]:
     rows: list[Row] = [row for row in book.judged if row.session.id == session]
-    return requests.shifts(rows[0].session, book.trials) if rows else []
+    return request_plots.shifts(rows[0].session, book.trials) if rows else []
 
 
 FOREST = (

@@ -8,7 +8,8 @@ from typing import Any
 
 import altair as alt
 
-from ci.bench.drawing import (
+from ci.bench.case_report import Row
+from ci.bench.charts import (
     ARM_A,
     ARM_B,
     BAND,
@@ -20,7 +21,6 @@ from ci.bench.drawing import (
     rulings,
     values,
 )
-from ci.bench.row import Row
 
 REACH = 1.6
 """A forest reaches so many times as far as its estimates and margins; longer intervals are cut."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ci.nightly import checks, machine, run, stages, trials
+from ci.nightly import checks, machine, nightly_run, stages, trials
 from ci.nightly.show import show, unverified_lines
 from harness.errors import UsageError, rejected
 
@@ -63,15 +63,17 @@ def nightly(config: Config, options: argparse.Namespace, bench: Sequence[str]) -
         wrong.append("no GPU here: launching kernels needs one, --dry-run does not")
     for line in wrong:
         print(f"nightly: {line}", file=sys.stderr)
-    codes = {} if wrong or options.dry_run else run.run_stages(night, options.report)
+    codes = {} if wrong or options.dry_run else nightly_run.run_stages(night, options.report)
     unpinned = [check.said for check in found if check.name == "packages" and options.unpinned]
     left = left_over(config, here, options.report, night, codes)
-    recorded = run.records(options.report) if codes else []
-    told = [*run.lines(codes, recorded), *unpinned, *left]
+    recorded = nightly_run.records(options.report) if codes else []
+    told = [*nightly_run.lines(codes, recorded), *unpinned, *left]
     print(*told, sep="\n")
     if wrong or options.dry_run:
         return 1 if wrong else 0
-    green = run.publish(options.report, options.history or options.report / "history.jsonl", told)
+    green = nightly_run.publish(
+        options.report, options.history or options.report / "history.jsonl", told
+    )
     return 0 if green and not any(codes.values()) else 1
 
 
@@ -92,7 +94,7 @@ def left_over(
     target = machine.parsed(config["target_gpu"])
     row = machine.row_of(config, target)
     is_there = bool(codes) and here.row == row
-    records = run.records(report) if is_there else []
+    records = nightly_run.records(report) if is_there else []
     left = trials.unverified(trials.planned(target), records)
     undone = [stage.name for stage in night if not is_there or codes.get(stage.name) != 0]
     return unverified_lines(left, undone, f"{row['name']} ({', '.join(row['gpus'])})")

@@ -17,8 +17,9 @@ from xml.etree import ElementTree as Xml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).resolve().parents[2]
-SIGNATURES = "suites/contract/test_providers_signatures.py"
+from harness.core.paths import ROOT
+
+SIGNATURES = "suites/contract/kernels/test_providers_signatures.py"
 GIB = 1 << 30
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pynvml  # type: ignore[import-untyped]
 
-from harness.capability import CAPABILITIES, device_refusal
+from harness.core.capability import CAPABILITIES, device_refusal
 from harness.errors import UsageError, rejected
 
 CONFIGURATION = Path(__file__).with_name("nightly.toml")

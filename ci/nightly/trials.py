@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from ci.nightly.checks import started
 from ci.nightly.machine import Sm, shown
+from harness.core.record import Record, Verdict
 from harness.errors import UsageError
-from harness.record import Record, Verdict
 
 
 @dataclass(frozen=True)

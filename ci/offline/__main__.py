@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ci.offline.build import build, specification
+from ci.offline.bundle import build, specification
 from ci.offline.run import run
 from harness.errors import UsageError, rejected
 

@@ -15,11 +15,11 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from ci.offline.build import RELEASES_FOLDER, specification
+from ci.offline.bundle import RELEASES_FOLDER, specification
+from harness.core.paths import ROOT
 from harness.errors import UsageError, rejected
-from harness.upstream.wheel import FOLDER as RELEASES
+from harness.upstream.released_wheel import FOLDER as RELEASES
 
-ROOT = Path(__file__).resolve().parents[2]
 CACHE, JIT = "SPECGATE_CACHE", "FLASHINFER_WORKSPACE_BASE"
 
 

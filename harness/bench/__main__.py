@@ -9,10 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from harness.bench.findings import findings, verdict
-from harness.bench.lines import read
-from harness.bench.live import conclude
-from harness.bench.record import Line
+from harness.bench.analysis import findings, verdict
+from harness.bench.console import conclude
+from harness.bench.jsonl import read
+from harness.bench.session_records import Line
 from harness.errors import SpecgateError
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness.bench.record import ArmFacts
-from harness.bench.servers import Server
+from harness.bench.server_pool import Server
+from harness.bench.session_records import ArmFacts
 from harness.errors import ContractError, UsageError, rejected
-from harness.serving import launch
-from harness.serving.sglang import sglang
+from harness.server.launch import process
+from harness.server.launch.sglang_command import sglang
 
 EMBEDDED = (
     "spec",
@@ -84,7 +84,7 @@ class Arm:
 
     def start(self, log: Path) -> Server:
         """Start it, without waiting; a new port every time."""
-        return launch.Running(self._launch(), log)
+        return process.Running(self._launch(), log)
 
     def facts(self) -> ArmFacts:
         """What a plan says of it; the port is drawn anew at every start and left out.
@@ -103,14 +103,14 @@ class Arm:
             name=self.options.get("name", self.spec), command=command, versions=versions
         )
 
-    def _launch(self) -> launch.Launch:
+    def _launch(self) -> process.Launch:
         if self.kind == "url":
-            return launch.attached(self.url)
+            return process.attached(self.url)
         python = self.options.get("python", sys.executable)
         if self.kind == "embedded":
             chosen: dict[str, Any] = {name: self.options.get(name) for name in EMBEDDED}
             chosen["slowdown"] = self.slowdown or None
-            return launch.embedded(self._named_pair, python=python, **chosen)
+            return process.embedded(self._named_pair, python=python, **chosen)
         folder = self.pairs.get(self._named_pair)
         numbers = {name: int(self.options[name]) for name in SGLANG if name in self.options}
         target = self.options.get("target") or (folder and folder / "target")

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from harness.bench.load import Pass
-from harness.bench.record import Sample
+from harness.bench.load_generator import Pass
+from harness.bench.session_records import Sample
 
 
 def decode_ms(sample: Sample) -> float:

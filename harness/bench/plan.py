@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from harness.bench.analysis import NOISY, SLOWED, Finding
 from harness.bench.arms import MOST_SLOWDOWN, Arm
-from harness.bench.findings import NOISY, SLOWED, Finding
-from harness.bench.record import CasePlan, Role, Session, Workload
+from harness.bench.session_records import CasePlan, Role, Session, Workload
+from harness.bench.stats.design import Design
+from harness.bench.stats.e_process import DEFAULT_SCALE
+from harness.bench.stats.estimates import spread
+from harness.bench.stats.margin import Margin
+from harness.bench.stats.multiple_testing import control, nightly
+from harness.core.record import Environment
 from harness.errors import UsageError, rejected
-from harness.evidence.blocks import Design
-from harness.evidence.estimates import spread
-from harness.evidence.families import control, nightly
-from harness.evidence.margin import Margin
-from harness.evidence.martingale import DEFAULT_SCALE
-from harness.record import Environment
 
 Levels = Mapping[tuple[str, str], float]
 """A number by (workload, metric)."""

@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections.abc import Sequence
 
-from harness.bench.record import Workload
+from harness.bench.session_records import Workload
 from harness.errors import UsageError, rejected
 
 

@@ -20,14 +20,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from harness.arguments import above_zero, count
-from harness.bench.findings import Finding, findings
-from harness.bench.lines import read
-from harness.bench.record import Role, Trial
-from harness.evidence.ruling import Ruling
-from harness.serving.launch import embedded, launch
+from harness.bench.analysis import Finding, findings
+from harness.bench.jsonl import read
+from harness.bench.session_records import Role, Trial
+from harness.bench.stats.bench_verdict import Ruling
+from harness.core.argument_types import above_zero, count
+from harness.core.paths import ROOT
+from harness.server.launch.process import embedded, launch
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKLOAD = "smoke-bs2-in32-out32"
 FLAGGED = (Ruling.REGRESSED, Ruling.IMPROVED)
 

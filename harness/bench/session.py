@@ -8,16 +8,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from harness.bench.findings import Finding
-from harness.bench.lines import PACKED, append, mend, read
-from harness.bench.live import Screen
+from harness.bench.analysis import Finding
+from harness.bench.block_runner import SIDE_BY_SIDE, Measure, Waves
+from harness.bench.console import Screen
+from harness.bench.jsonl import PACKED, append, mend, read
+from harness.bench.measure import Seat
 from harness.bench.plan import Levels, Setup, check_resumed, sessions
-from harness.bench.record import Line, Session
-from harness.bench.servers import stopped_together
-from harness.bench.trial import Seat
-from harness.bench.waves import SIDE_BY_SIDE, Measure, Waves
+from harness.bench.server_pool import stopped_together
+from harness.bench.session_records import Line, Session
+from harness.core.record import Environment
 from harness.errors import ContractError, UsageError, rejected
-from harness.record import Environment
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from harness.engine.models.base import Model
-from harness.upstream.batch import DraftOutput, EagleDraftInput, ForwardBatch
-from harness.upstream.interface import MultiStepDraftBackend
+from harness.upstream.base_attn_backend import MultiStepDraftBackend
+from harness.upstream.forward_batch_info import DraftOutput, EagleDraftInput, ForwardBatch
 
 
 def multi_step_draft(

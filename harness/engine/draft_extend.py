@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from harness.engine.acceptance import Acceptance, last_ragged_rows, last_uniform_rows
-from harness.engine.batches import Batches
+from harness.engine.batch_builder import Batches
+from harness.engine.batch_state import Proposal, State
 from harness.engine.phases import Phase
 from harness.engine.prefill import propose
-from harness.engine.speculation import Version
-from harness.engine.state import Proposal, State
-from harness.upstream.batch import (
+from harness.engine.spec_config import Version
+from harness.upstream.forward_batch_info import (
     EagleDraftExtendInput,
     ForwardBatch,
     ForwardMode,

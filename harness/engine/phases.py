@@ -11,8 +11,8 @@ from typing import Generic, Protocol, TypeVar
 
 from harness.engine.draft import multi_step_draft
 from harness.engine.models.base import Model
-from harness.upstream.batch import DraftOutput, ForwardBatch, LogitsProcessorOutput
-from harness.upstream.interface import AttentionBackend, MultiStepDraftBackend
+from harness.upstream.base_attn_backend import AttentionBackend, MultiStepDraftBackend
+from harness.upstream.forward_batch_info import DraftOutput, ForwardBatch, LogitsProcessorOutput
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

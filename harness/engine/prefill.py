@@ -8,11 +8,15 @@ from dataclasses import dataclass
 import torch
 
 from harness.engine.acceptance import last_ragged_rows
-from harness.engine.batches import Batches
+from harness.engine.batch_builder import Batches
+from harness.engine.batch_state import Proposal, State, concatenate, gather
 from harness.engine.phases import Phase
-from harness.engine.state import Proposal, State, concatenate, gather
 from harness.errors import UsageError, rejected
-from harness.upstream.batch import EagleDraftExtendInput, ForwardBatch, LogitsProcessorOutput
+from harness.upstream.forward_batch_info import (
+    EagleDraftExtendInput,
+    ForwardBatch,
+    LogitsProcessorOutput,
+)
 
 
 @dataclass(frozen=True)

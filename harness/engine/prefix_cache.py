@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from harness.upstream.slots import PagedAllocator
+from harness.upstream.allocator import PagedAllocator
 
 Key = tuple[int, ...]
 

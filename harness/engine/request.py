@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from harness.engine.allocation import Lease
+from harness.engine.kv_lease import Lease
 from harness.engine.prefix_cache import Node
 
 

@@ -13,8 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.errors import CaptureViolation, ContractError, UsageError, rejected
-from harness.graphs.nodes import kernel_names, node_counts
-from harness.hostreads import MACHINERY, Kwargs, asking_line, dispatched_read, tensors_in
+from harness.graphs.cuda_nodes import kernel_names, node_counts
+from harness.graphs.host_syncs import MACHINERY, Kwargs, asking_line, dispatched_read, tensors_in
 
 T = TypeVar("T")
 MACHINERY.add(__file__)

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from harness.effects import AddressLedger
 from harness.errors import CaptureViolation, ContractError
-from harness.hostreads import (
+from harness.graphs.effects import AddressLedger
+from harness.graphs.host_syncs import (
     MACHINERY,
     HostReadCalls,
     Kwargs,

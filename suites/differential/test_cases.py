@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fixtures.plan import trials
-from harness.case import Case, Execution
-from harness.record import Record, Verdict
-from harness.subject import Subject
-from harness.trial import run_trial, untried
+from harness.core.case import Case, Execution
+from harness.core.record import Record, Verdict
+from harness.differential.trial import run_trial, untried
+from harness.subjects import Subject
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fixtures.goldens import planned, settle_row
+from fixtures.pytest_plugin.goldens import planned, settle_row
 from fixtures.tables import CASES
-from harness.case import Case
-from harness.golden import GoldenStore, Workflow
+from harness.core.case import Case
+from harness.differential.golden import GoldenStore, Workflow
 
 ROWS = [case for case in CASES.values() if case.bs]
 

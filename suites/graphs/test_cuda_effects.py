@@ -7,14 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fixtures.measured import Bench, bench, device_cost
+from fixtures.drivers.forward_cost import Bench, bench, device_cost
+from fixtures.drivers.weighed import weighed
 from fixtures.tables import find
 from fixtures.tables.budgets import BUCKET, DEVICE, FLASH_MLA, XQA, Budget
-from fixtures.weighed import weighed
-from harness.case import Mode
-from harness.effects import observe, waits_refused
+from harness.core.case import Mode
+from harness.core.record import Record
 from harness.graphs.cuda import CudaGraph
-from harness.record import Record
+from harness.graphs.effects import observe, waits_refused
 
 PLANNED = [mode for mode in Mode if mode is not Mode.IDLE]
 

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from fixtures.replays import Replays, tensors
-from harness.case import Mode
+from fixtures.drivers.replays import Replays, tensors
+from harness.core.case import Mode
 from harness.errors import CaptureViolation, ContractError
 from harness.graphs.cuda import CudaGraph
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from fixtures.measured import Bench, cost
+from fixtures.drivers.forward_cost import Bench, cost
+from fixtures.drivers.weighed import weighed
 from fixtures.tables import find
 from fixtures.tables.budgets import BUCKET, BUDGETS, OWN, Budget
-from fixtures.weighed import weighed
-from harness.case import Execution, Mode
-from harness.record import Record
-from harness.subject import GRAPH_MODES, SUBJECTS
+from harness.core.case import Execution, Mode
+from harness.core.record import Record
+from harness.subjects import GRAPH_MODES, SUBJECTS
 
 
 @pytest.mark.parametrize("budget", [pytest.param(row, id=row.id) for row in BUDGETS.values()])

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fixtures.mode_orders import STEPS, AllModes, Step, cases_of
-from harness.case import Case, Mode
-from harness.subject import SUBJECTS
+from fixtures.drivers.mode_orders import STEPS, AllModes, Step, cases_of
+from harness.core.case import Case, Mode
+from harness.subjects import SUBJECTS
 
 LENS, ACCEPT_LENS = (33, 64, 95), (1, 4, 2)
 # XQA has no window with several queries; trtllm-gen has no packed mask.

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from fixtures.mode_orders import STEPS, AllModes, Step, cases_of, decoy, row
+from fixtures.drivers.mode_orders import STEPS, AllModes, Step, cases_of, decoy, row
 from fixtures.tables import find
-from harness.case import Case, Family, KVDtype, Layout, Mode
-from harness.subject import SUBJECTS, Subject
+from harness.core.case import Case, Family, KVDtype, Layout, Mode
+from harness.subjects import SUBJECTS, Subject
 
 WIDTH = 5
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fixtures.replays import CAPTURED, Replays, differences, tensors
-from harness.case import Mode
-from harness.subject import GRAPH_MODES
+from fixtures.drivers.replays import CAPTURED, Replays, differences, tensors
+from harness.core.case import Mode
+from harness.subjects import GRAPH_MODES
 
 MODES = sorted(GRAPH_MODES)
 SUBJECTS = (

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from fixtures.toy_graph import ToyBackend, shares_memory, toy_batch, toy_forward, toy_pools
-from harness.effects import observe
+from fixtures.toys.toy_graph import ToyBackend, shares_memory, toy_batch, toy_forward, toy_pools
+from harness.graphs.effects import observe
 from harness.graphs.tape import Tape
-from harness.graphs.target_verify import TargetVerifyRunner
-from harness.upstream.batch import ForwardBatch, ForwardMode
+from harness.graphs.target_verify_runner import TargetVerifyRunner
+from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode
 
 VERIFY = ForwardMode.TARGET_VERIFY
 WIDTH = 3

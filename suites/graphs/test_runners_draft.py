@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fixtures.toy_graph import (
+from fixtures.toys.toy_graph import (
     HIDDEN,
     ToyDraftBackend,
     shares_memory,
@@ -15,7 +15,7 @@ from fixtures.toy_graph import (
     toy_pools,
 )
 from harness.errors import ContractError, UsageError
-from harness.graphs.draft import DraftRunner
+from harness.graphs.draft_runner import DraftRunner
 from harness.graphs.tape import Tape
 
 STEPS = 4

@@ -8,11 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from fixtures.toy_graph import HIDDEN, ToyBackend, shares_memory, toy_batch, toy_forward, toy_pools
+from fixtures.toys.toy_graph import (
+    HIDDEN,
+    ToyBackend,
+    shares_memory,
+    toy_batch,
+    toy_forward,
+    toy_pools,
+)
 from harness.errors import ContractError
-from harness.graphs.draft_extend import DraftExtendRunner, UnoptimizedDraftExtendRunner
+from harness.graphs.draft_extend_runner import DraftExtendRunner, UnoptimizedDraftExtendRunner
 from harness.graphs.tape import Tape
-from harness.upstream.batch import (
+from harness.upstream.forward_batch_info import (
     EagleDraftExtendInput,
     ForwardBatch,
     ForwardMode,

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from fixtures.toy_graph import ToyBackend, toy_batch, toy_forward, toy_pools
+from fixtures.toys.toy_graph import ToyBackend, toy_batch, toy_forward, toy_pools
 from harness.errors import CapacityError, CaptureViolation, ContractError, UsageError
 from harness.graphs.tape import Tape
-from harness.graphs.target_verify import TargetVerifyRunner
-from harness.upstream.batch import (
+from harness.graphs.target_verify_runner import TargetVerifyRunner
+from harness.upstream.forward_batch_info import (
     EagleVerifyInput,
     ForwardBatch,
     ForwardMode,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.effects import observe
 from harness.errors import CaptureViolation, ContractError
+from harness.graphs.effects import observe
 from harness.graphs.tape import Tape
 
 

@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 from rich.table import Table as Printed
 
-from fixtures.latency import Table
-from harness.environment import environment
+from fixtures.latency.latency import Table
+from harness.core.environment import environment
 
 MEASURED = Table()
 OPTION, DEFAULT = "--latency-json", Path("report", "latency.json")

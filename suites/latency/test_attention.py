@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fixtures.latency import Table
-from fixtures.latency_attention import (
+from fixtures.latency.latency import Table
+from fixtures.latency.latency_attention import (
     CONTEXT,
     COPY,
     DECODE,
@@ -17,9 +17,9 @@ from fixtures.latency_attention import (
     draft_extend,
     floor,
 )
+from fixtures.latency.timing import median, ratio
 from fixtures.tables.latency import ATTENTION, Attention
-from harness.providers.flashinfer_xqa import FlashInferXQA
-from harness.timing import median, ratio
+from harness.kernels.flashinfer_xqa import FlashInferXQA
 
 
 @pytest.mark.parametrize("row", ATTENTION, ids=lambda row: row.id)

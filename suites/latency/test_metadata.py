@@ -7,11 +7,11 @@ from functools import cache
 import pytest
 import torch
 
-from fixtures.latency import Samples, Table, captured, judged, metadata
-from fixtures.latency_arms import OwnIteration
-from fixtures.latency_scene import set_scene
+from fixtures.latency.latency import Samples, Table, captured, judged, metadata
+from fixtures.latency.latency_arms import OwnIteration
+from fixtures.latency.latency_scene import set_scene
 from fixtures.tables.latency import LIMITS, POINTS, USUAL, Limit, Point
-from harness.effects import observe
+from harness.graphs.effects import observe
 
 
 @cache

@@ -10,18 +10,18 @@ import torch
 from torch.nn.functional import pad
 
 from fixtures.tables import find
-from harness.backends.base import PagedBackend
-from harness.backends.mha import TRTLLMHAAttnBackend
-from harness.backends.mla import TRTLLMMLABackend
-from harness.backends.multi_step_draft import TRTLLMHAAttnMultiStepDraftBackend
-from harness.case import Execution, Mode
-from harness.graphs.draft_extend import DraftExtendRunner
-from harness.providers.strictness import FP8
-from harness.record import Verdict
-from harness.subject import SUBJECTS, Subject
-from harness.trial import run_trial
-from harness.upstream.batch import EagleDraftExtendInput, ForwardBatch
-from harness.upstream.pools import SWAKVPool
+from harness.attention.multi_step_draft import TRTLLMHAAttnMultiStepDraftBackend
+from harness.attention.paged_backend import PagedBackend
+from harness.attention.trtllm_mha import TRTLLMHAAttnBackend
+from harness.attention.trtllm_mla import TRTLLMMLABackend
+from harness.core.case import Execution, Mode
+from harness.core.record import Verdict
+from harness.differential.trial import run_trial
+from harness.graphs.draft_extend_runner import DraftExtendRunner
+from harness.kernels.shape_checks import FP8
+from harness.subjects import SUBJECTS, Subject
+from harness.upstream.forward_batch_info import EagleDraftExtendInput, ForwardBatch
+from harness.upstream.memory_pool import SWAKVPool
 
 EAGER, GRAPH = Execution.EAGER, Execution.GRAPH
 MHA, XQA, MLA = (

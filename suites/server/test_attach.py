@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from fixtures.stub_engine import StubEngine
-from fixtures.stub_server import Asked, Reply, StubServer
+from fixtures.fakes.stub_engine import StubEngine
+from fixtures.fakes.stub_server import Asked, Reply, StubServer
 from harness.errors import NotFlushed, ServerError, UsageError
-from harness.serving.client import Client
-from harness.serving.flush import flush, prove_flushed
-from harness.serving.vllm import VllmClient, client_of
+from harness.server.client.flush import flush, prove_flushed
+from harness.server.client.sglang import Client
+from harness.server.client.vllm import VllmClient, client_of
 
 pytest_plugins = ["pytester"]
 
@@ -147,7 +147,7 @@ def test_no_worker_of_vllm_is_named() -> None:
 
 def test_suites_attach_to_a_server_that_runs(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(USES)
-    options = ("-p", "fixtures.plugin", "-n0", "--server-pair", "mla")
+    options = ("-p", "fixtures.pytest_plugin.plugin", "-n0", "--server-pair", "mla")
     with StubServer(StubEngine()) as server:
         done = pytester.runpytest_inprocess(*options, "--base-url", server.url)
     done.assert_outcomes(passed=1)
@@ -164,7 +164,7 @@ def test_suites_attach_to_a_server_that_runs(pytester: pytest.Pytester) -> None:
 def test_a_server_that_is_not_there_is_refused(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, args: list[str], told: str
 ) -> None:
-    monkeypatch.setattr("fixtures.servers.find_spec", lambda name: None)
-    done = pytester.runpytest_inprocess("-p", "fixtures.plugin", "-n0", *args)
+    monkeypatch.setattr("fixtures.pytest_plugin.servers.find_spec", lambda name: None)
+    done = pytester.runpytest_inprocess("-p", "fixtures.pytest_plugin.plugin", "-n0", *args)
     assert done.ret == pytest.ExitCode.USAGE_ERROR
     assert told in "\n".join((*done.outlines, *done.errlines))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import requests
 
-from fixtures.crowd import settled
+from fixtures.drivers.crowd import settled
 
 PROMPT = {"input_ids": [5, 6, 7]}
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from fixtures.stub_server import Answerer, Reply, StubServer, script
+from fixtures.fakes.stub_server import Answerer, Reply, StubServer, script
 from harness.errors import ServerError
-from harness.serving.client import Answer, Client
-from harness.serving.ports import free_port
+from harness.server.client.sglang import Answer, Client
+from harness.server.launch.ports import free_port
 
 PROMPT = (11, 22, 33)
 

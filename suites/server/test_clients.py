@@ -12,11 +12,11 @@ import psutil
 import pytest
 import requests
 
-from fixtures.crowd import many, runs, settled, slowly, state, text, together
-from fixtures.poll import eventually
-from fixtures.servers import SHORT
+from fixtures.drivers.crowd import many, runs, settled, slowly, state, text, together
+from fixtures.pytest_plugin.poll import eventually
+from fixtures.pytest_plugin.servers import SHORT
 from harness.errors import Busy, ServerError
-from harness.serving.flush import flush
+from harness.server.client.flush import flush
 
 LONG = 400
 """Tokens of an embedded server with a context of 512."""

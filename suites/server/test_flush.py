@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import requests
 
-from fixtures.stub_engine import StubEngine
-from fixtures.stub_server import Reply, StubServer, script
+from fixtures.fakes.stub_engine import StubEngine
+from fixtures.fakes.stub_server import Reply, StubServer, script
 from harness.errors import Busy, ServerError, UsageError
-from harness.serving import flush as flushing
-from harness.serving.flush import flush, flush_cache_with_retry
-from harness.serving.ports import free_port
-from harness.serving.vllm import VllmClient
+from harness.server.client import flush as flushing
+from harness.server.client.flush import flush, flush_cache_with_retry
+from harness.server.client.vllm import VllmClient
+from harness.server.launch.ports import free_port
 
 BUSY, DONE = Reply(400, "2 requests run"), Reply(200, "Cache flushed.")
 REFUSALS = (202, 204, 401, 404, 409, 500, 503)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.servers import Served
+from fixtures.pytest_plugin.servers import Served
 from harness.errors import NotFlushed
-from harness.serving.flush import flush_cache_with_retry, prove_flushed
+from harness.server.client.flush import flush_cache_with_retry, prove_flushed
 
 PROMPT = [7 + 13 * place % 1900 for place in range(70)]
 

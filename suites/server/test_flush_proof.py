@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.stub_engine import PAGE_SIZE, StubEngine
-from fixtures.stub_server import Asked, Reply, StubServer
+from fixtures.fakes.stub_engine import PAGE_SIZE, StubEngine
+from fixtures.fakes.stub_server import Asked, Reply, StubServer
 from harness.errors import NotFlushed, ServerError, UsageError
-from harness.serving.client import Client
-from harness.serving.flush import flush, prove_flushed
+from harness.server.client.flush import flush, prove_flushed
+from harness.server.client.sglang import Client
 
 PROMPT = list(range(100, 111))
 """Two whole pages of 4 and three tokens."""

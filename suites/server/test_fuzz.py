@@ -12,8 +12,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 
-from fixtures.crowd import settled
-from fixtures.servers import FreshServer
+from fixtures.drivers.crowd import settled
+from fixtures.pytest_plugin.servers import FreshServer
 
 EXAMPLES = int(os.environ.get("SPECGATE_FUZZ", "12"))
 """Requests of each kind; SPECGATE_FUZZ=500 sends more than 2,000 in all."""

@@ -13,13 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fixtures.poll import eventually
-from fixtures.stub_server import Reply, StubServer, script
+from fixtures.fakes.stub_server import Reply, StubServer, script
+from fixtures.pytest_plugin.poll import eventually
 from harness.errors import NotReady, ServerError
-from harness.serving import launch as launching
-from harness.serving.client import Client
-from harness.serving.launch import ROOT, Launch, Running, attached, embedded, launch
-from harness.serving.ports import free_port
+from harness.server.client.sglang import Client
+from harness.server.launch import process as launching
+from harness.server.launch.ports import free_port
+from harness.server.launch.process import ROOT, Launch, Running, attached, embedded, launch
 
 SOON_S = 10.0
 READY_S = 60.0
@@ -29,7 +29,7 @@ def stub(*traits: str, **fields: object) -> Launch:
     port = free_port()
     spec = Launch(
         name="stub",
-        argv=(sys.executable, "-m", "fixtures.stub_process", str(port), *traits),
+        argv=(sys.executable, "-m", "fixtures.fakes.stub_process", str(port), *traits),
         url=f"http://127.0.0.1:{port}",
         ready_s=SOON_S,
     )
@@ -87,7 +87,7 @@ def test_nothing_outlives_a_launcher_killed_by_9(log: Path) -> None:
     spec = stub()
     code = f"""
 from pathlib import Path
-from harness.serving.launch import Launch, Running
+from harness.server.launch.process import Launch, Running
 running = Running({spec!r}, Path({str(log)!r}))
 running.wait_ready()
 print("ready", flush=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from fixtures.goldens import MODELS
-from harness.serving.launch import Launch, embedded
-from harness.serving.sglang import sglang
+from fixtures.pytest_plugin.goldens import MODELS
+from harness.server.launch.process import Launch, embedded
+from harness.server.launch.sglang_command import sglang
 
 PAIRS = ("gqa", "mla")
 SPECULATIVE = (

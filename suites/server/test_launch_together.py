@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.bench.servers import GRACE_S, STRAGGLER, stopped_together, wait_together
+from harness.bench.server_pool import GRACE_S, STRAGGLER, stopped_together, wait_together
 from harness.errors import NotReady
-from harness.serving.launch import ROOT, Running
+from harness.server.launch.process import ROOT, Running
 from suites.server.test_launch import SOON_S, alive, pids, stub
 
 LONG_S = 300.0
@@ -58,8 +58,8 @@ def test_who_is_interrupted_while_waiting_waits_no_longer(tmp_path: Path) -> Non
     code = f"""
 import signal
 from pathlib import Path
-from harness.bench.servers import stopped_together, wait_together
-from harness.serving.launch import Launch, Running
+from harness.bench.server_pool import stopped_together, wait_together
+from harness.server.launch.process import Launch, Running
 # Whoever runs this in the background of a shell may have had it ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 with stopped_together() as started:

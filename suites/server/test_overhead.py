@@ -8,7 +8,7 @@ from statistics import quantiles
 import pytest
 import requests
 
-from fixtures.crowd import text
+from fixtures.drivers.crowd import text
 
 LIMIT_S = 0.005
 REQUESTS, NEW = 24, 16

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.serving import ports
-from harness.serving.ports import free_port
+from harness.server.launch import ports
+from harness.server.launch.ports import free_port
 
 
 @pytest.fixture(params=["32768\t60999", "1024 65535", None], ids=["Linux", "all", "another"])

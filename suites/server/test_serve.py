@@ -9,13 +9,13 @@ import sys
 import psutil
 import pytest
 
-from fixtures.goldens import MODELS
-from fixtures.poll import eventually
-from harness.embedded import build
-from harness.embedded.__main__ import main
-from harness.embedded.messages import Options
+from fixtures.pytest_plugin.goldens import MODELS
+from fixtures.pytest_plugin.poll import eventually
 from harness.errors import UsageError
-from harness.serving.launch import ROOT
+from harness.server.__main__ import main
+from harness.server.engine_process import build
+from harness.server.engine_process.messages import Options
+from harness.server.launch.process import ROOT
 
 
 @pytest.mark.parametrize(

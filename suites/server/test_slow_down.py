@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from fixtures.crowd import settled, text
+from fixtures.drivers.crowd import settled, text
 
 SLEEP_S, NEW = 0.05, 12
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from fixtures import shipped
-from fixtures.crowd import settled, together
-from fixtures.goldens import MODELS, prompts
-from fixtures.servers import FreshServer, Served
-from harness.case import Dtype
-from harness.compare import compare_tokens
-from harness.record import Verdict
-from harness.serving.client import Answer, Client
-from harness.serving.flush import flush
-from harness.tolerance import tie_margin
+from fixtures.drivers.crowd import settled, together
+from fixtures.models import shipped
+from fixtures.pytest_plugin.goldens import MODELS, prompts
+from fixtures.pytest_plugin.servers import FreshServer, Served
+from harness.core.case import Dtype
+from harness.core.record import Verdict
+from harness.core.tolerance import tie_margin
+from harness.differential.compare import compare_tokens
+from harness.server.client.flush import flush
+from harness.server.client.sglang import Answer, Client
 
 WAYS = ("generate", "stream")
 DRAFT_TIES = 0.05

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.engine.allocation import Lease, SlotTable
+from harness.engine.kv_lease import Lease, SlotTable
 from harness.errors import CapacityError, ContractError, UsageError
-from harness.upstream.pools import MHATokenToKVPool, SWAKVPool
-from harness.upstream.slots import PagedAllocator, ReqToTokenPool
+from harness.upstream.allocator import PagedAllocator, ReqToTokenPool
+from harness.upstream.memory_pool import MHATokenToKVPool, SWAKVPool
 
 PAGE = 4
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fixtures.goldens import prompts
-from fixtures.shipped import FAMILIES, Setup, decode, run
-from harness.case import Execution
-from harness.engine.speculation import Version
+from fixtures.models.shipped import FAMILIES, Setup, decode, run
+from fixtures.pytest_plugin.goldens import prompts
+from harness.core.case import Execution
+from harness.engine.spec_config import Version
 
 COMPANY = {"alone": (2,), "of_three": (5, 2, 0)}
 WAYS = [

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fixtures import shipped
-from fixtures.goldens import prompts
-from fixtures.shipped import Setup
-from harness.case import Execution
-from harness.engine.speculation import Version
-from harness.tolerance import tie_margin
-from harness.transcript import judge_text
+from fixtures.models import shipped
+from fixtures.models.shipped import Setup
+from fixtures.pytest_plugin.goldens import prompts
+from harness.core.case import Execution
+from harness.core.tolerance import tie_margin
+from harness.differential.generated_text import judge_text
+from harness.engine.spec_config import Version
 
 KERNELS = (("gqa", "xqa"), ("mla", "flash_mla"))
 SETUPS = {

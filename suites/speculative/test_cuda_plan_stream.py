@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fixtures import shipped
-from fixtures.delays import LONG, SHORT, DelayedStreams, MainForgets, PlanForgets, draw_delays
-from fixtures.goldens import prompts
-from fixtures.shipped import Run, Setup
-from harness.case import Execution
+from fixtures.fakes.delays import LONG, SHORT, DelayedStreams, MainForgets, PlanForgets, draw_delays
+from fixtures.models import shipped
+from fixtures.models.shipped import Run, Setup
+from fixtures.pytest_plugin.goldens import prompts
+from harness.core.case import Execution
 
 SIDES = (("plan",), ("main",), ("plan", "main"))
 SETUPS = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.tiny_engine import BACKENDS, CONTEXT, NEW, PROMPTS, Rig
-from fixtures.toy_engine import speculation
+from fixtures.toys.tiny_engine import BACKENDS, CONTEXT, NEW, PROMPTS, Rig
+from fixtures.toys.toy_engine import speculation
 from harness.engine.plan_stream import RecordedStreams
 from harness.oracle.generation import greedy
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.toy import TARGET, expected_generation
-from fixtures.toy_engine import PROMPTS, bench, speculation
+from fixtures.toys.toy import TARGET, expected_generation
+from fixtures.toys.toy_engine import PROMPTS, bench, speculation
 from harness.engine.request import Generation
 
 NEW = 14

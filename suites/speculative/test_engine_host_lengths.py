@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.toy_engine import PROMPTS, bench
-from fixtures.toy_rounds import WIDTH, run, standings
+from fixtures.toys.toy_engine import PROMPTS, bench
+from fixtures.toys.toy_rounds import WIDTH, run, standings
 
 BOTH = pytest.mark.parametrize("version", [1, 2], ids=["draft_extend_v1", "draft_extend_v2"])
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fixtures.toy import DRAFT, TARGET
-from fixtures.toy_rounds import ROUNDS, STEPS, WIDTH, run, standings
-from harness.upstream.batch import (
+from fixtures.toys.toy import DRAFT, TARGET
+from fixtures.toys.toy_rounds import ROUNDS, STEPS, WIDTH, run, standings
+from harness.upstream.forward_batch_info import (
     EagleDraftExtendInput,
     EagleDraftInput,
     EagleVerifyInput,

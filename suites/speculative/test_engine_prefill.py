@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fixtures.toy import TARGET
-from fixtures.toy_engine import PROMPTS, bench, speculation
-from fixtures.toy_rounds import STEPS, WIDTH
+from fixtures.toys.toy import TARGET
+from fixtures.toys.toy_engine import PROMPTS, bench, speculation
+from fixtures.toys.toy_rounds import STEPS, WIDTH
 from harness.errors import UsageError
-from harness.upstream.batch import EagleDraftExtendInput
+from harness.upstream.forward_batch_info import EagleDraftExtendInput
 
 
 @pytest.mark.parametrize("chunk_size", [None, 5])

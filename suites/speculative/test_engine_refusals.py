@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.toy import expected_generation
-from fixtures.toy_engine import PROMPTS, bench, speculation
-from harness.engine.generate import Engine
-from harness.engine.speculation import Speculation
+from fixtures.toys.toy import expected_generation
+from fixtures.toys.toy_engine import PROMPTS, bench, speculation
+from harness.engine.scheduler import Engine
+from harness.engine.spec_config import Speculation
 from harness.errors import CapacityError, UsageError
 
 

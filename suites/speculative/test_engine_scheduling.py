@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from fixtures.toy import expected_generation
-from fixtures.toy_engine import PROMPTS, Bench, bench, speculation
+from fixtures.toys.toy import expected_generation
+from fixtures.toys.toy_engine import PROMPTS, Bench, bench, speculation
 from harness.engine.request import Generation, Request
 
 NEW = 13

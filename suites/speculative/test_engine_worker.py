@@ -8,15 +8,15 @@ from functools import partial
 import pytest
 import torch
 
-from fixtures.toy import expected_generation
-from fixtures.toy_backend import DenseBackend
-from fixtures.toy_engine import PROMPTS, bench, eagle_phases, kv_pool, speculation
+from fixtures.toys.toy import expected_generation
+from fixtures.toys.toy_backend import DenseBackend
+from fixtures.toys.toy_engine import PROMPTS, bench, eagle_phases, kv_pool, speculation
+from harness.engine.eagle_worker import EagleWorker
 from harness.engine.hazards import Hazard
 from harness.engine.plan_stream import RecordedStreams
-from harness.engine.worker import EagleWorker
 from harness.errors import UsageError
-from harness.upstream.batch import EagleVerifyInput, ForwardMode
-from harness.upstream.slots import ReqToTokenPool
+from harness.upstream.allocator import ReqToTokenPool
+from harness.upstream.forward_batch_info import EagleVerifyInput, ForwardMode
 
 NEW = 12
 BOTH = pytest.mark.parametrize("version", [1, 2], ids=["draft_extend_v1", "draft_extend_v2"])

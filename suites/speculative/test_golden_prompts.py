@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.goldens import PAIRS, ROUND, prompts, settle_prompt
-from harness.golden import GoldenStore
+from fixtures.pytest_plugin.goldens import PAIRS, ROUND, prompts, settle_prompt
+from harness.differential.golden import GoldenStore
 
 PROMPTS = [(pair, i) for pair in PAIRS for i in range(len(prompts(pair)))]
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from fixtures.toy_attention import make_batch, mha_pool, request_table
+from fixtures.toys.toy_attention import make_batch, mha_pool, request_table
 from harness.engine.phases import EaglePhases, GraphPhase, PlainPhases
-from harness.upstream.batch import ForwardBatch, ForwardMode
-from harness.upstream.interface import decide_needs_cpu_seq_lens
+from harness.upstream.base_attn_backend import decide_needs_cpu_seq_lens
+from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode
 
 
 @dataclass

@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 
-from fixtures.tiny_engine import BACKENDS, NEW, Rig
-from harness.engine.generate import Engine
+from fixtures.toys.tiny_engine import BACKENDS, NEW, Rig
 from harness.engine.plan_stream import RecordedStreams
 from harness.engine.request import Request
-from harness.engine.speculation import Speculation, Version
+from harness.engine.scheduler import Engine
+from harness.engine.spec_config import Speculation, Version
 from harness.errors import ContractError, UsageError
 
 SPECS = {

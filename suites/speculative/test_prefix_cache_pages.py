@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.engine.allocation import SlotTable
-from harness.engine.holdings import Holdings
+from harness.engine.kv_lease import SlotTable
+from harness.engine.kv_manager import Holdings
 from harness.engine.plan_stream import SameStream
 from harness.engine.prefix_cache import PrefixCache
 from harness.errors import ContractError, UsageError
-from harness.upstream.pools import MHATokenToKVPool, SWAKVPool
-from harness.upstream.slots import PagedAllocator, ReqToTokenPool
+from harness.upstream.allocator import PagedAllocator, ReqToTokenPool
+from harness.upstream.memory_pool import MHATokenToKVPool, SWAKVPool
 
 PAGE = 4
 

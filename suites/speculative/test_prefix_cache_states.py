@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fixtures.tiny_engine import Rig
+from fixtures.toys.tiny_engine import Rig
 from harness.engine.request import Request
-from harness.engine.speculation import Speculation, Version
+from harness.engine.spec_config import Speculation, Version
 
 SPEC = Speculation(num_steps=3, num_draft_tokens=3, version=Version.V2)
 PAGES = 10

@@ -10,14 +10,14 @@ from statistics import mean
 import pytest
 import torch
 
-from fixtures import shipped
-from fixtures.shipped import FAMILIES, Setup
-from harness.case import Dtype, Execution
-from harness.engine.speculation import Version
-from harness.environment import environment
-from harness.record import Record, Verdict
-from harness.tolerance import tie_margin
-from harness.transcript import judge_text
+from fixtures.models import shipped
+from fixtures.models.shipped import FAMILIES, Setup
+from harness.core.case import Dtype, Execution
+from harness.core.environment import environment
+from harness.core.record import Record, Verdict
+from harness.core.tolerance import tie_margin
+from harness.differential.generated_text import judge_text
+from harness.engine.spec_config import Version
 
 EAGER, V1 = Execution.EAGER, Version.V1
 SETUPS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from harness.engine.state import Proposal, Round, State, concatenate, gather, join, select
+from harness.engine.batch_state import Proposal, Round, State, concatenate, gather, join, select
 
 
 def state(*numbers: int, mirror: bool = True, proposal: bool = True) -> State:

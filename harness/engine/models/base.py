@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from harness.upstream.batch import ForwardBatch, LogitsProcessorOutput
+from harness.upstream.forward_batch_info import ForwardBatch, LogitsProcessorOutput
 
 
 class Model(Protocol):

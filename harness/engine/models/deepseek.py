@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import linear
 
 from harness.engine.models.config import DeepseekConfig
-from harness.engine.models.decoder import TargetDecoder
+from harness.engine.models.decoder_layer import TargetDecoder
 from harness.engine.models.layers import (
     Rotation,
     Weights,
@@ -15,8 +15,8 @@ from harness.engine.models.layers import (
     swiglu,
     under,
 )
-from harness.upstream.batch import ForwardBatch
-from harness.upstream.interface import AttentionLayer
+from harness.upstream.base_attn_backend import AttentionLayer
+from harness.upstream.forward_batch_info import ForwardBatch
 
 
 class LatentAttention:

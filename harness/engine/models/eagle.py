@@ -6,10 +6,10 @@ import torch
 from torch.nn.functional import linear
 
 from harness.engine.models.config import LlamaConfig
-from harness.engine.models.decoder import Decoder
+from harness.engine.models.decoder_layer import Decoder
 from harness.engine.models.layers import Weights, hidden_before, predict, under
 from harness.engine.models.llama import LlamaForCausalLM, LlamaLayer
-from harness.upstream.batch import ForwardBatch, LogitsProcessorOutput
+from harness.upstream.forward_batch_info import ForwardBatch, LogitsProcessorOutput
 
 
 class LlamaForCausalLMEagle(Decoder):

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from harness.errors import ContractError, rejected
-from harness.upstream.batch import ForwardBatch, LogitsProcessorOutput
+from harness.upstream.forward_batch_info import ForwardBatch, LogitsProcessorOutput
 
 Weights = Mapping[str, torch.Tensor]
 Rotation = tuple[torch.Tensor, torch.Tensor]

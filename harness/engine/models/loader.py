@@ -19,7 +19,7 @@ from harness.engine.models.checkpoint import (
     read_tensors,
     require_file,
 )
-from harness.engine.models.decoder import Decoder, TargetDecoder
+from harness.engine.models.decoder_layer import Decoder, TargetDecoder
 from harness.engine.models.deepseek import DeepseekV3ForCausalLM
 from harness.engine.models.eagle import LlamaForCausalLMEagle
 from harness.engine.models.llama import LlamaForCausalLM

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from harness.engine.models.config import NextnConfig
-from harness.engine.models.decoder import Decoder
+from harness.engine.models.decoder_layer import Decoder
 from harness.engine.models.deepseek import DeepseekLayer, DeepseekV3ForCausalLM
 from harness.engine.models.layers import (
     Weights,
@@ -16,7 +16,7 @@ from harness.engine.models.layers import (
     swiglu,
     under,
 )
-from harness.upstream.batch import ForwardBatch, LogitsProcessorOutput
+from harness.upstream.forward_batch_info import ForwardBatch, LogitsProcessorOutput
 
 
 class NextnLayer(DeepseekLayer):

@@ -1,0 +1,182 @@
+"""A whole night: its rows, and the few sentences that every output starts with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ci.bench.case_report import CONTROLS, Row
+from ci.bench.history import Entry
+from harness.bench.analysis import WORST_FIRST, Finding, Night, findings, verdict
+from harness.bench.jsonl import read
+from harness.bench.session_records import ArmFacts, Line, Session, Trial
+from harness.bench.stats.validity import unasked
+from harness.core.record import Environment
+from harness.errors import UsageError
+
+IMAGE = ("platform", "driver", "cuda", "torch", "triton", "flashinfer", "sgl_kernel")
+"""Facts of an environment that both arms stand on."""
+
+
+@dataclass(frozen=True)
+class Book:
+    """Everything an output may show of a night.
+
+    Args:
+        night: judged findings.
+        trials: every trial behind them.
+    """
+
+    night: Night
+    trials: tuple[Trial, ...]
+
+    @classmethod
+    def of(cls, lines: Iterable[Line]) -> Book:
+        """Of the lines of a ``bench.jsonl``.
+
+        Raises:
+            UsageError: there is no session among them.
+        """
+        known = list(lines)
+        found = findings(known)
+        if not found:
+            raise UsageError("bench records hold no planned case: nothing was measured")
+        trials = tuple(line for line in known if isinstance(line, Trial))
+        return cls(verdict(found), trials)
+
+    @classmethod
+    def read(cls, path: Path) -> Book:
+        """Of a ``bench.jsonl``.
+
+        Raises:
+            UsageError: it is missing, broken or empty.
+        """
+        return cls.of(read(path))
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """In the order of the plans."""
+        return tuple(Row(found, self._seconds(found)) for found in self.night.findings)
+
+    def _seconds(self, found: Finding) -> float:
+        return sum(
+            trial.seconds
+            for trial in self.trials
+            if (trial.session, trial.workload) == (found.session.id, found.workload.id)
+        )
+
+    @property
+    def judged(self) -> list[Row]:
+        """Rows of candidates, the worst first."""
+        rows = [row for row in self.rows if not row.is_control]
+        return sorted(rows, key=lambda row: (WORST_FIRST.index(row.ruling), -row.cost))
+
+    @property
+    def sessions(self) -> list[Session]:
+        """In the order of the plans."""
+        return list({row.session.id: row.session for row in self.rows}.values())
+
+    @property
+    def is_red(self) -> bool:
+        """Whether a gate fails."""
+        return self.night.ruling.is_red
+
+    @property
+    def title(self) -> str:
+        """The verdict of the night."""
+        return str(self.night.ruling).upper()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Verdict -> candidate rows that have it, the worst verdict first."""
+        return _counts(self.judged)
+
+    @property
+    def sentence(self) -> str:
+        """How many cases have which verdict, where and when."""
+        counts = ", ".join(f"{count} {ruling}" for ruling, count in self.counts.items())
+        first = self.sessions[0]
+        where = f"{first.environment.device}, {first.started}"
+        return f"{counts or 'no case was judged'} of {len(self.judged)} cases on {where}"
+
+    @property
+    def arms(self) -> list[str]:
+        """One line a session: what was compared."""
+        return [f"{s.id} ({s.role}): A = {_arm(s.a)}, B = {_arm(s.b)}" for s in self.sessions]
+
+    @property
+    def controls(self) -> list[str]:
+        """One line a session whose answer was known."""
+        lines = []
+        for session in self.sessions:
+            rows = [row for row in self.rows if row.session.id == session.id and row.is_control]
+            if rows:
+                accepted = " or ".join(CONTROLS[session.role].accepted)
+                said = ", ".join(f"{n} {ruling}" for ruling, n in _counts(rows).items())
+                lines.append(f"control {session.role}, should be {accepted}: {said}")
+        return lines
+
+    @property
+    def dropped(self) -> list[str]:
+        """One line a session that lost blocks: the first reason, without the log behind it."""
+        lines = []
+        for session in self.sessions:
+            rows = [row for row in self.rows if row.session.id == session.id]
+            worst = max(rows, key=lambda row: row.evidence.dropped)
+            if lost := worst.evidence.dropped:
+                blocks = "1 block" if lost == 1 else f"{lost} blocks"
+                why = worst.evidence.reasons[0].splitlines()[0]
+                lines.append(f"{session.id}: {blocks} dropped ({why})")
+        return lines
+
+    @property
+    def unasked(self) -> list[str]:
+        """One line of the conditions that no trial vouches for, none where all were asked."""
+        names = unasked([trial.conditions for trial in self.trials])
+        return [f"nobody asked: {', '.join(names)}"] if names else []
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the night is not believed."""
+        return self.night.reasons
+
+    def entries(self) -> list[Entry]:
+        """The night as its history keeps it; cases without a valid block are left out."""
+        return [_entry(row) for row in self.rows if not row.is_control and row.evidence.blocks]
+
+
+def _counts(rows: Iterable[Row]) -> dict[str, int]:
+    rulings = [row.ruling for row in rows]
+    return {str(r): rulings.count(r) for r in WORST_FIRST if r in rulings}
+
+
+def _entry(row: Row) -> Entry:
+    low, high = (bound if math.isfinite(bound) else None for bound in row.interval)
+    return Entry(
+        night=row.session.started,
+        sku=row.sku,
+        case=row.case,
+        pin=_arm(row.session.a),
+        image=image(row.session.environment),
+        commit=row.session.environment.commit,
+        ruling=row.ruling,
+        cost=row.cost,
+        low=low,
+        high=high,
+        e=row.evidence.e_regressed,
+        blocks=row.evidence.blocks,
+    )
+
+
+def image(environment: Environment) -> str:
+    """What both arms stand on, in one line."""
+    known = ((name, getattr(environment, name)) for name in IMAGE)
+    return ", ".join(f"{name} {fact}" for name, fact in known if fact)
+
+
+def _arm(arm: ArmFacts) -> str:
+    versions = " ".join(f"{name} {version}" for name, version in sorted(arm.versions.items()))
+    return f"{arm.name} ({versions})" if versions else arm.name

@@ -1,0 +1,150 @@
+"""One finding as every output needs it; nothing here is ruled on, only named."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from harness.bench.analysis import Finding
+from harness.bench.console import interval, percent
+from harness.bench.session_records import Role, Session, Workload
+from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.design import Block
+from harness.bench.stats.margin import Bounds
+from harness.bench.stats.multiple_testing import Control
+from harness.bench.stats.sequential_test import Evidence
+
+CONTROLS = {Role.SAME: Control.AA, Role.PLANTED: Control.PLANTED}
+
+
+def number(value: float) -> str:
+    """Six digits; infinities as XML Schema and OpenMetrics write them."""
+    return f"{value:.6g}" if math.isfinite(value) else "-Inf" if value < 0 else "+Inf"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One finding with its names and its numbers."""
+
+    finding: Finding
+    seconds: float
+
+    @property
+    def session(self) -> Session:
+        """Its plan."""
+        return self.finding.session
+
+    @property
+    def workload(self) -> Workload:
+        """What was asked of the servers."""
+        return self.finding.workload
+
+    @property
+    def metric(self) -> str:
+        """Name of its margin."""
+        return self.finding.metric
+
+    @property
+    def evidence(self) -> Evidence:
+        """What its blocks show."""
+        return self.finding.evidence
+
+    @property
+    def ruling(self) -> Ruling:
+        """What is said of it."""
+        return self.evidence.ruling
+
+    @property
+    def bounds(self) -> Bounds:
+        """Its margins."""
+        return self.finding.case.bounds
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """In the order they ran."""
+        return self.finding.blocks
+
+    @property
+    def case(self) -> str:
+        """Its name, the same every night."""
+        return f"{self.workload.id}/{self.metric}"
+
+    @property
+    def label(self) -> str:
+        """Its name among several sessions."""
+        usual = self.session.id == Role.CANDIDATE
+        return self.case if usual else f"{self.session.id}: {self.case}"
+
+    @property
+    def sku(self) -> str:
+        """Name of the device it ran on."""
+        return self.session.environment.device
+
+    @property
+    def is_control(self) -> bool:
+        """Whether its answer was known."""
+        return self.finding.role in CONTROLS
+
+    @property
+    def is_red(self) -> bool:
+        """Whether a gate fails on it; on a praised A/A case too, on a planted one never.
+
+        A planted slowdown need not show in every metric: whether it was shown is the night's.
+        """
+        if self.finding.role is Role.PLANTED:
+            return self.ruling is Ruling.INVALID
+        if self.finding.role is Role.SAME:
+            return self.ruling not in CONTROLS[Role.SAME].accepted
+        return self.ruling.is_red
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether its measurement can be believed."""
+        return self.ruling is not Ruling.INVALID
+
+    @property
+    def cost(self) -> float:
+        """Ln of B / A, positive is worse."""
+        return self.finding.case.margin.cost(self.evidence.ratio)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Bounds of ``cost``, infinite where nothing was shown."""
+        sign = -1.0 if self.finding.case.higher_is_better else 1.0
+        ends = [sign * _log(bound) for bound in (self.evidence.low, self.evidence.high)]
+        return min(ends), max(ends)
+
+    @property
+    def detectable(self) -> float | None:
+        """Least detectable slowdown as a ratio of costs."""
+        return None if self.finding.mde is None else math.exp(self.finding.mde)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Everything measured and planned, by name."""
+        e = self.evidence
+        known = {
+            "ratio": e.ratio, "low": e.low, "high": e.high, "cost": self.cost,
+            "e_regressed": e.e_regressed, "e_clear": e.e_clear, "e_improved": e.e_improved,
+            "blocks": e.blocks, "dropped": e.dropped,
+            "delta0": self.bounds.delta0, "delta1": self.bounds.delta1,
+        }  # fmt: skip
+        return known if self.finding.mde is None else known | {"mde": self.finding.mde}
+
+    @property
+    def title(self) -> str:
+        """A few words."""
+        return f"{self.ruling} {self.case}"
+
+    @property
+    def sentence(self) -> str:
+        """What was found, in one line."""
+        e = self.evidence
+        found = f"{self.case}: {self.ruling}, B / A {percent(e.ratio)}"
+        found += f" ({interval(e)}), e = {e.e_value:.3g}"
+        found += f" after {e.blocks} blocks, MDE {percent(self.detectable)}"
+        return "; ".join((found, *self.finding.reasons))
+
+
+def _log(ratio: float) -> float:
+    return math.log(ratio) if ratio > 0.0 else -math.inf

@@ -1,0 +1,76 @@
+"""Run the stages of a night, and write what they leave."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ci.bench import latency_table, outputs
+from ci.nightly.checks import ROOT
+from ci.nightly.stages import BENCH, Stage
+from ci.summary import census
+from harness.core.record import Record, read_records
+
+RECORDS = "records.jsonl"
+SUMMARY = "GITHUB_STEP_SUMMARY"
+SKIPPED = -1
+"""In place of an exit code: a stage that it needs did not succeed."""
+
+
+def run_stages(night: Sequence[Stage], folder: Path) -> dict[str, int]:
+    """Exit code of every stage, in order; one that fails stops those alone that need it.
+
+    Args:
+        night: what is started.
+        folder: of the reports; made where missing, what an older night left is removed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (RECORDS, BENCH, latency_table.FILE):
+        (folder / name).unlink(missing_ok=True)
+    codes: dict[str, int] = {}
+    for stage in night:
+        if any(codes.get(name) != 0 for name in stage.needs):
+            codes[stage.name] = SKIPPED
+            continue
+        print(f"nightly: {stage.name}", flush=True)
+        codes[stage.name] = subprocess.run(stage.argv, cwd=ROOT, check=False).returncode
+    return codes
+
+
+def lines(codes: dict[str, int], recorded: Sequence[Record]) -> list[str]:
+    """One line a stage, and one of the differential trials.
+
+    Args:
+        codes: of the stages.
+        recorded: trials of the differential stage.
+    """
+    said = {0: "succeeded", SKIPPED: "skipped, a stage before it failed"}
+    stages = [f"{name}: {said.get(code, f'ended with {code}')}" for name, code in codes.items()]
+    red = sum(record.verdict.is_red for record in recorded)
+    return [*stages, f"trials: {census(recorded)}, {red} red"] if recorded else stages
+
+
+def records(folder: Path) -> list[Record]:
+    """Of the differential stage; none where it left none."""
+    path = folder / RECORDS
+    return list(read_records(path)) if path.is_file() else []
+
+
+def publish(folder: Path, history: Path, notes: Iterable[str]) -> bool:
+    """Write the outputs of the benchmark, and the summary where GitHub shows it.
+
+    Returns:
+        Whether there was a benchmark and it is not red.
+    """
+    bench, told = folder / BENCH, list(notes)
+    if bench.is_file():
+        written = outputs.write(bench, folder, history, notes=told)
+        green, text = not written.is_red, written.summary
+    else:
+        green, text = False, "\n\n".join(["## specgate: no benchmark", *told]) + "\n"
+    if os.environ.get(SUMMARY):
+        with Path(os.environ[SUMMARY]).open("a", encoding="utf-8") as file:
+            file.write(text)
+    return green

@@ -1,0 +1,134 @@
+"""Metadata of one speculative round: draft steps, verify and draft extend v2 on one sheet.
+
+All of them read the keys of the same requests, and the slots of the whole round are allocated
+before it starts. The draft's graph therefore fills the page table that all read, the lengths of its
+steps and those of the verify; the verify's graph fills nothing; the extend's fills its lengths.
+Two launches a round.
+
+    plan = RoundPlan(speculative_num_steps=3, num_draft_tokens=4)
+    draft = TRTLLMHAAttnMultiStepDraftBackend(round_plan=plan, **arguments)
+    target, extend = (TRTLLMHAAttnBackend(round_plan=plan, **arguments) for _ in range(2))
+
+and then, as for backends alone, ``init_cuda_graph_state`` and captures, the draft first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from harness.attention.captured import Place
+from harness.attention.geometry import Geometry
+from harness.attention.metadata import Metadata, Sheet
+from harness.attention.metadata_writer import MetadataWriter
+from harness.errors import ContractError, UsageError, rejected
+from harness.upstream.forward_batch_info import ForwardMode
+
+DRAFT, VERIFY, EXTEND = (
+    ForwardMode.DECODE,
+    ForwardMode.TARGET_VERIFY,
+    ForwardMode.DRAFT_EXTEND_V2,
+)
+
+
+class RoundPlan:
+    """The sheet, which phase of it is whose, and who has come in this round.
+
+    Args:
+        speculative_num_steps: steps of a round, 2 at least: one backend drafts.
+        num_draft_tokens: query tokens a request in verify and extend.
+
+    Raises:
+        UsageError: there is nothing to share.
+    """
+
+    def __init__(self, *, speculative_num_steps: int, num_draft_tokens: int) -> None:
+        if speculative_num_steps < 2:
+            accepted = ">= 2, so that a draft fills what the round reads"
+            raise UsageError(rejected("speculative_num_steps", speculative_num_steps, accepted))
+        self.steps = speculative_num_steps - 1
+        self.num_draft_tokens = num_draft_tokens
+        self._sheet: Sheet | None = None
+        self._writer: MetadataWriter | None = None
+        self._verifies: dict[int, Metadata] = {}
+        self._told: dict[ForwardMode, int | None] = {}
+
+    @property
+    def covers(self) -> int:
+        """Keys beyond the committed ones that the table holds pages of."""
+        return max(self.steps, self.num_draft_tokens)
+
+    def sheet(self, writer: MetadataWriter, max_bs: int) -> Sheet:
+        """The sheet, made for the first who asks.
+
+        Raises:
+            ContractError: a later one asks for more requests or another table.
+        """
+        if writer.swa_pool is not None:
+            raise ContractError(rejected("token_to_kv_pool", "SWAKVPool", "a pool without windows"))
+        if self._sheet is None or self._writer is None:
+            self._writer = writer
+            self._sheet = writer.sheet(self._largest(VERIFY, max_bs), phases=self.steps + 2)
+        first, rows = self._writer, self._sheet.rows
+        if max_bs > rows:
+            raise ContractError(rejected("max_bs", max_bs, f"<= {rows}, as the draft was told"))
+        for field in ("width", "page_size"):
+            asked, held = getattr(writer, field), getattr(first, field)
+            if asked != held:
+                accepted = f"{held}, as the others of its round"
+                raise ContractError(rejected(f"page table {field}", asked, accepted))
+        if writer.req_to_token is not first.req_to_token:
+            raise ContractError(rejected("req_to_token", "another table", "that of its round"))
+        return self._sheet
+
+    def places(self, writer: MetadataWriter, max_bs: int) -> dict[ForwardMode, Place]:
+        """Where verify and extend are planned."""
+        sheet, width = self.sheet(writer, max_bs), self.num_draft_tokens
+        # The extend's seq_lens are those of the verify and its queries.
+        offsets = ((VERIFY, self.covers), (EXTEND, self.covers - width))
+        return {
+            mode: Place(sheet, self._largest(mode, max_bs), self.steps + i, covers)
+            for i, (mode, covers) in enumerate(offsets)
+        }
+
+    def verify(self, bs: int) -> Metadata:
+        """The verify of a bucket, as the draft fills it."""
+        assert self._sheet is not None
+        if bs not in self._verifies:
+            width = self.num_draft_tokens
+            geometry = replace(
+                self._largest(VERIFY, bs), kv_offset=width, table_headroom=self.covers - width
+            )
+            self._verifies[bs] = self._sheet.cut(geometry, self.steps)
+        return self._verifies[bs]
+
+    def announce(self, mode: ForwardMode, bucket: int | None) -> None:
+        """Every phase tells its bucket once a round, None where it plans for itself.
+
+        Draft and verify come in any order, the extend behind them. Whoever comes a second time is
+        in the next round.
+
+        Raises:
+            ContractError: a phase would read what the draft of its round does not fill.
+        """
+        if mode not in (DRAFT, VERIFY, EXTEND):
+            return
+        told = self._told
+        misses_draft = DRAFT not in told and told.get(VERIFY) is not None
+        if mode in told:
+            told.clear()
+        told[mode] = bucket
+        if misses_draft and mode is not DRAFT:
+            told.clear()
+            accepted = "the draft that fills what the verify before it reads"
+            raise ContractError(rejected("phase", mode.name, accepted))
+        readers = [reader for reader in (VERIFY, EXTEND) if told.get(reader) is not None]
+        for reader in readers if DRAFT in told or mode is EXTEND else ():
+            if told[reader] != told.get(DRAFT):
+                found, drafted = told[reader], told.get(DRAFT)
+                told.clear()
+                accepted = f"{drafted}, the draft's of its round (None: it shared nothing)"
+                raise ContractError(rejected(f"{reader.name} bucket", found, accepted))
+
+    def _largest(self, mode: ForwardMode, bs: int) -> Geometry:
+        width = self.num_draft_tokens
+        return Geometry(forward_mode=mode, bs=bs, num_tokens=bs * width, max_q_len=width)

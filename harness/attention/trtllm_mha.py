@@ -1,0 +1,107 @@
+"""TRTLLMHAAttnBackend: MHA and GQA; verify and draft_extend_v2 run on the decode kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from harness.attention.metadata import Metadata
+from harness.attention.paged_backend import PagedBackend
+from harness.upstream.base_attn_backend import AttentionLayer
+from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode
+from harness.upstream.memory_pool import MLATokenToKVPool
+
+
+class TRTLLMHAAttnBackend(PagedBackend):
+    """Uniform phases on the multi-query decode kernel, ragged ones on the context kernel.
+
+    Verify metadata never depends on draft tokens, so the base class's hook after drafting, which
+    does nothing, is right.
+    """
+
+    decode_kernel_modes = frozenset(
+        {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2}
+    )
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attention of every planned query row; rows of padding behind them come out zero."""
+        metadata = self.planned(batch)
+        if save_kv_cache:
+            self._write(k, v, layer, batch, metadata)
+        tokens = metadata.geometry.num_tokens
+        rows = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
+        out = self._attend(self._kernel_query(rows[:tokens]), q.dtype, layer, metadata)
+        return self._with_padding(out, rows.shape[0])
+
+    forward_decode = forward_extend
+
+    def _write(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        metadata: Metadata,
+    ) -> None:
+        pool, tokens = self.token_to_kv_pool, metadata.geometry.num_tokens
+        assert not isinstance(pool, MLATokenToKVPool)
+        loc = batch.out_cache_loc[:tokens]
+        if self._is_swa(layer) and metadata.swa_out_cache_loc is not None:
+            loc = metadata.swa_out_cache_loc
+        keys = k.reshape(-1, layer.tp_k_head_num, layer.head_dim)[:tokens]
+        values = v.reshape(-1, layer.tp_k_head_num, layer.v_head_dim)[:tokens]
+        pool.set_kv_buffer(layer, loc, keys, values)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        out_dtype: torch.dtype,
+        layer: AttentionLayer,
+        metadata: Metadata,
+    ) -> torch.Tensor:
+        pool, geometry = self.token_to_kv_pool, metadata.geometry
+        assert not isinstance(pool, MLATokenToKVPool)
+        k_scale, v_scale = self._kv_scales(layer)
+        table = metadata.swa_page_table if self._is_swa(layer) else metadata.page_table
+        call: dict[str, Any] = {
+            "block_tables": table,
+            "seq_lens": metadata.cache_seqlens_int32,
+            "bmm1_scale": k_scale * layer.scaling,
+            "bmm2_scale": v_scale,
+            "out_dtype": out_dtype,
+            "window_left": layer.sliding_window_size,
+            "sinks": layer.sinks,
+        }
+        caches = pool.get_kv_buffer(layer.layer_id)
+        if geometry.forward_mode in self.decode_kernel_modes:
+            return self.provider.decode(
+                q,
+                *caches,
+                q_len_per_req=geometry.max_q_len,
+                max_seq_len=self.max_total_len,
+                packed_mask=metadata.packed_mask,
+                **call,
+            )
+        return self.provider.context(
+            q,
+            *caches,
+            cu_seqlens_q=metadata.cu_seqlens_q,
+            cu_seqlens_k=metadata.cu_seqlens_k,
+            max_q_len=geometry.max_q_len,
+            max_kv_len=self.max_total_len,
+            batch_size=geometry.bs,
+            **call,
+        )
+
+    def _is_swa(self, layer: AttentionLayer) -> bool:
+        return self._swa_pool is not None and self._swa_pool.places[layer.layer_id].is_swa

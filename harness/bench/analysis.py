@@ -1,0 +1,203 @@
+"""From a benchmark's lines to what they show: one finding a metric, workload and session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from harness.bench.analysis_blocks import blocks_of, complete, split
+from harness.bench.session_records import CasePlan, Line, Role, Session, Trial, Workload
+from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.counts import changes
+from harness.bench.stats.design import Block
+from harness.bench.stats.estimates import detectable
+from harness.bench.stats.multiple_testing import Control, believe, settle
+from harness.bench.stats.sequential_test import Evidence, Plan, judge
+
+SLOWED = ("step_time", "tpot")
+"""Metrics that a slowdown of a server's steps shows in; either will do."""
+NOISY = 3
+"""Fewest A/A blocks that say anything about noise."""
+WORST_FIRST = (
+    Ruling.INVALID,
+    Ruling.REGRESSED,
+    Ruling.INCONCLUSIVE,
+    Ruling.IMPROVED,
+    Ruling.OK,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What is known of one metric of one workload in one session.
+
+    Args:
+        session, workload: the plan and its row.
+        metric: name of the margin's row.
+        case: its plan: bounds, unit, direction.
+        evidence: the ruling and what it rests on.
+        blocks: what it was judged from, invalid ones too.
+        mde: least slowdown this night's A/A noise would show, log units; None without an A/A
+            session of at least three valid blocks.
+        role: the session's.
+        reasons: why blocks were dropped, or why none of it is believed.
+    """
+
+    session: Session
+    workload: Workload
+    metric: str
+    case: CasePlan
+    evidence: Evidence
+    blocks: tuple[Block, ...]
+    mde: float | None
+    role: Role
+    reasons: tuple[str, ...]
+
+    @property
+    def id(self) -> str:
+        """Unique over the findings of a file."""
+        return f"{self.session.id}/{self.workload.id}/{self.metric}"
+
+    @property
+    def ruling(self) -> Ruling:
+        """What is said of it."""
+        return self.evidence.ruling
+
+    @property
+    def effects(self) -> list[float]:
+        """Cost effects of its valid blocks, log units, positive is worse."""
+        sign = -1.0 if self.case.higher_is_better else 1.0
+        return [sign * block.effect for block in self.blocks if not block.invalid]
+
+    def ruled(self, evidence: Evidence) -> Finding:
+        """The same with another ruling and its reasons."""
+        return replace(self, evidence=evidence, reasons=evidence.reasons)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Night:
+    """Findings judged together.
+
+    Args:
+        findings: in the order they came; candidates after e-BH and the controls.
+        reasons: why the night is not believed; empty where it is.
+    """
+
+    findings: tuple[Finding, ...]
+    reasons: tuple[str, ...]
+
+    @property
+    def ruling(self) -> Ruling:
+        """The worst of the candidates'; INVALID where the night is not believed."""
+        rulings = {found.ruling for found in self.findings if found.role is Role.CANDIDATE}
+        worst = next((ruling for ruling in WORST_FIRST if ruling in rulings), Ruling.INVALID)
+        return Ruling.INVALID if self.reasons else worst
+
+
+def findings(lines: Iterable[Line], *, detectable_too: bool = True) -> list[Finding]:
+    """Judge every case of every session, in the order of the plans.
+
+    Args:
+        lines: of one file.
+        detectable_too: whether ``mde`` is worked out, which costs more than all the rest.
+
+    Raises:
+        UsageError: a trial of a session that has no plan, or two plans of one id.
+        ContractError: blocks are missing or not in the coin's order.
+    """
+    sessions, trials = split(lines)
+    found = [
+        _judged(session, case, trials[session.id, case.workload])
+        for session in sessions
+        for case in session.cases
+    ]
+    if not detectable_too:
+        return found
+    noise = {(f.workload.id, f.metric): f for f in found if f.role is Role.SAME}
+    return [_with_mde(f, noise.get((f.workload.id, f.metric))) for f in found]
+
+
+def _judged(session: Session, case: CasePlan, trials: Sequence[Trial]) -> Finding:
+    plan = Plan(
+        margin=case.margin,
+        bounds=case.bounds,
+        seed=session.seed,
+        design=session.design,
+        thresholds=session.thresholds,
+        calibrated=case.calibrated,
+    )
+    blocks = blocks_of(session, trials, case)
+    evidence = _counted(session, trials, judge(blocks, plan))
+    return Finding(
+        session=session,
+        workload=next(w for w in session.workloads if w.id == case.workload),
+        metric=case.metric,
+        case=case,
+        evidence=evidence,
+        blocks=blocks,
+        mde=None,
+        role=session.role,
+        reasons=evidence.reasons,
+    )
+
+
+def _counted(session: Session, trials: Sequence[Trial], evidence: Evidence) -> Evidence:
+    """INVALID where equal arms did unequal work: their times cannot be compared.
+
+    Arms of a candidate may differ in what they launch; that is reported and ruled on by its cost.
+    A block with a failed trial has no say: it is dropped, and another one takes its place.
+    """
+    changed: dict[str, tuple[int | None, int | None]] = {}
+    for row in complete(session, trials).values():
+        if any(trial.invalid for trial in row):
+            continue
+        by_arm = {arm: [trial.counts for trial in row if trial.arm == arm] for arm in "AB"}
+        for a, b in zip(by_arm["A"], by_arm["B"], strict=True):
+            changed |= changes(a, b)
+    if not changed:
+        return evidence
+    why = tuple(f"count {name}: A {a}, B {b}" for name, (a, b) in changed.items())
+    ruling = evidence.ruling if session.role is Role.CANDIDATE else Ruling.INVALID
+    return replace(evidence, ruling=ruling, reasons=(*why, *evidence.reasons))
+
+
+def _with_mde(found: Finding, same: Finding | None) -> Finding:
+    if same is None or len(same.effects) < NOISY:
+        return found
+    return replace(found, mde=detectable(same.effects, found.case.bounds, found.session.thresholds))
+
+
+def verdict(found: Sequence[Finding]) -> Night:
+    """Fold in the family and the controls.
+
+    Blame and praise of candidates are settled by e-BH. An A/A case that was blamed or praised, or a
+    workload on which the planted slowdown was not blamed, makes every candidate INVALID.
+    """
+    candidates = {f.id: f for f in found if f.role is Role.CANDIDATE}
+    settled = settle({name: f.evidence for name, f in candidates.items()})
+    for controls in _controls(found):
+        settled = believe(settled, controls)
+    ruled = tuple(f.ruled(settled[f.id]) if f.id in settled else f for f in found)
+    refused = [why for f in found if f.id in settled for why in settled[f.id].reasons]
+    reasons = [why for why in refused if why.startswith("control ")]
+    if not candidates:
+        reasons = ["no candidate was measured"]
+    return Night(findings=ruled, reasons=tuple(dict.fromkeys(reasons)))
+
+
+def _controls(found: Sequence[Finding]) -> list[dict[Control, Evidence]]:
+    """The controls of every workload: the worst A/A case, the best case of the slowed metrics."""
+    made: list[dict[Control, Evidence]] = []
+    for workload in dict.fromkeys(f.workload.id for f in found if f.role is Role.CANDIDATE):
+        here = [f for f in found if f.workload.id == workload]
+        same = [f.evidence for f in here if f.role is Role.SAME]
+        planted = [f.evidence for f in here if f.role is Role.PLANTED and f.metric in SLOWED]
+        controls: dict[Control, Evidence] = {}
+        if same:
+            blamed = [e for e in same if e.ruling not in Control.AA.accepted]
+            controls[Control.AA] = (blamed or same)[0]
+        if planted:
+            shown = [e for e in planted if e.ruling in Control.PLANTED.accepted]
+            controls[Control.PLANTED] = (shown or planted)[0]
+        made.append(controls)
+    return made

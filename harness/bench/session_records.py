@@ -1,0 +1,179 @@
+"""What a benchmark records: a session's plan, then every trial; the rest is derived.
+
+A session compares two arms on some cases. Its plan is written before its first trial and never
+changes: the coin's seed, the margins and the thresholds are fixed before anything is measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from harness.bench.stats.design import Design
+from harness.bench.stats.margin import Bounds, Margin
+from harness.bench.stats.stopping import Thresholds
+from harness.bench.stats.validity import Conditions
+from harness.core.record import Environment
+
+
+class Role(StrEnum):
+    """Why a session is measured."""
+
+    CANDIDATE = "candidate"
+    """Arm B is what is asked about."""
+    SAME = "A/A"
+    """Arm B is arm A again: it must be neither REGRESSED nor IMPROVED."""
+    PLANTED = "planted"
+    """Arm B is arm A with a known slowdown: it must be REGRESSED."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is asked of a server.
+
+    Args:
+        id: such as "bs8-in512-out64".
+        batch_size: requests in flight at a time.
+        input_len, output_len: tokens a request.
+        requests: how many a pass; a multiple of batch_size. One pass of batch_size requests sent
+            together is a one-batch workload; more make a closed loop.
+    """
+
+    id: str
+    batch_size: int
+    input_len: int
+    output_len: int
+    requests: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmFacts:
+    """One side of a comparison, as it was started.
+
+    Args:
+        name: for people, such as "fa3" or "sglang 0.5.14".
+        command: argv of its server, empty where one was attached to.
+        versions: packages that matter, such as {"sglang": "0.5.14"}.
+    """
+
+    name: str
+    command: tuple[str, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CasePlan:
+    """What is fixed about one metric of one workload.
+
+    Args:
+        workload: its id.
+        metric: name of a row of the margins table.
+        bounds: log margins and the most valid blocks, from the calibration or the warm-up.
+        calibrated: scale of A/A effects, log units.
+        unit, higher_is_better: of the metric, as its row says.
+    """
+
+    workload: str
+    metric: str
+    bounds: Bounds
+    calibrated: float
+    unit: str = ""
+    higher_is_better: bool = False
+
+    @property
+    def margin(self) -> Margin:
+        """The row as far as judging needs it: name, unit and direction."""
+        return Margin(metric=self.metric, unit=self.unit, higher_is_better=self.higher_is_better)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """The plan of a session.
+
+    Args:
+        id: unique in a file, such as "candidate".
+        role: why it is measured.
+        a, b: the arms; A is the reference.
+        seed, design: of the coin.
+        thresholds: of the family.
+        workloads: in the order every trial runs them.
+        warm_ups, passes: see ``Trials``.
+        cases: what is ruled on.
+        started: ISO 8601, UTC.
+        environment: the machine.
+    """
+
+    id: str
+    role: Role
+    a: ArmFacts
+    b: ArmFacts
+    seed: str
+    design: Design
+    thresholds: Thresholds
+    workloads: tuple[Workload, ...]
+    warm_ups: int
+    passes: int
+    cases: tuple[CasePlan, ...]
+    started: str
+    environment: Environment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One request, timed by its client.
+
+    Args:
+        ttft_ms: send to first chunk.
+        latency_ms: send to last chunk.
+        chunk_gaps_ms: between chunks; a chunk carries what one step accepted.
+        completion_tokens, spec_verify_ct, cached_tokens: from ``meta_info``; verify count 0
+            without speculation.
+    """
+
+    ttft_ms: float
+    latency_ms: float
+    chunk_gaps_ms: tuple[float, ...]
+    completion_tokens: int
+    spec_verify_ct: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One workload on one launch of one arm.
+
+    Args:
+        session, block, place, arm: where in the design: block from 0, place from 0 in the block's
+            order, arm "A" or "B".
+        workload: its id.
+        metrics: one number each, in the unit of its margin; empty where the trial failed.
+        samples: every measured request.
+        conditions: what the machine did meanwhile.
+        mhz: median SM clock, None without a GPU.
+        flush_tries, flush_seconds: of the flush before the measured pass.
+        invalid: what alone makes it unbelievable, such as a failed request.
+        started: ISO 8601, UTC.
+        seconds: from launch to the last answer.
+        counts: of the measured passes, where the server reports any; they have no noise.
+        slept_s: planted before every forward of a server that does not slow itself.
+    """
+
+    session: str
+    block: int
+    place: int
+    arm: str
+    workload: str
+    metrics: dict[str, float]
+    samples: tuple[Sample, ...]
+    conditions: Conditions
+    mhz: float | None
+    flush_tries: int
+    flush_seconds: float
+    invalid: tuple[str, ...]
+    started: str
+    seconds: float
+    counts: dict[str, int] = field(default_factory=dict)
+    slept_s: float = 0.0
+
+
+Line = Session | Trial

@@ -1,0 +1,112 @@
+"""Paired blocks: two arms next to each other, in an order drawn by a recorded coin."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from harness.bench.stats.margin import checked
+from harness.errors import ContractError, UsageError, rejected
+
+
+class Design(StrEnum):
+    """Orders that the coin chooses between: tails and heads."""
+
+    PAIRS = "AB/BA"
+    """One run an arm: half the launches."""
+    QUADS = "ABBA/BAAB"
+    """Two runs an arm, which a linear drift cannot tell apart."""
+    THUE_MORSE = "ABBABAABBAABABBABAABABBAABBABAAB/BAABABBAABBABAABABBABAABBAABABBA"
+    """Sixteen short runs an arm on one launch: a machine that is fast and slow for seconds, and
+    drifts up to the fourth degree, meet both arms alike."""
+
+    @property
+    def orders(self) -> tuple[str, str]:
+        """The two orders; each is the other with the arms swapped."""
+        tails, heads = self.value.split("/")
+        return tails, heads
+
+    @property
+    def launches(self) -> int:
+        """Servers of a block: one an arm, or one a run where runs are to share no launch's luck."""
+        return 2 if self is Design.THUE_MORSE else len(self.orders[0])
+
+
+def toss(seed: str, index: int, design: Design) -> str:
+    """The order of block ``index`` (from 0), recomputable from the seed by whoever doubts it."""
+    digest = hashlib.sha256(f"{seed}:{index}".encode()).digest()
+    return design.orders[digest[0] & 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """One block of trials, in the order they ran.
+
+    Args:
+        index: its place in the session, from 0; invalid blocks keep theirs.
+        order: such as ``BAAB``, one letter a trial.
+        values: one number a trial, in run order and in the metric's unit.
+        mhz: median SM clock during each trial, where there is one.
+        invalid: why its measurement cannot be believed; empty otherwise.
+    """
+
+    index: int
+    order: str
+    values: tuple[float, ...]
+    mhz: tuple[float, ...] = ()
+    invalid: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        known = [order for design in Design for order in design.orders]
+        if self.order not in known:
+            raise UsageError(rejected("order", self.order, ", ".join(known)))
+        if self.invalid:
+            return  # A trial that failed may have left no number, and none is read.
+        self._check("values", self.values)
+        if self.mhz:
+            self._check("mhz", self.mhz)
+
+    def _check(self, field: str, numbers: tuple[float, ...]) -> None:
+        if len(numbers) != len(self.order):
+            accepted = f"one number for each trial of {self.order}"
+            raise UsageError(rejected(f"block {self.index} {field}", numbers, accepted))
+        for place, number in enumerate(numbers):
+            checked(f"block {self.index} {field}[{place}]", number)
+
+    def arm(self, letter: str) -> float:
+        """Geometric mean of the arm's trials, in the metric's unit."""
+        return math.exp(self._log_mean(letter, self.values))
+
+    @property
+    def effect(self) -> float:
+        """Mean ln B minus mean ln A of the measurements."""
+        return self._log_mean("B", self.values) - self._log_mean("A", self.values)
+
+    @property
+    def effect_in_cycles(self) -> float:
+        """The same of time × clock, for a metric that is a time; needs ``mhz``."""
+        cycles = tuple(value * mhz for value, mhz in zip(self.values, self.mhz, strict=True))
+        return self._log_mean("B", cycles) - self._log_mean("A", cycles)
+
+    def _log_mean(self, letter: str, numbers: Sequence[float]) -> float:
+        logs = [math.log(n) for arm, n in zip(self.order, numbers, strict=True) if arm == letter]
+        return math.fsum(logs) / len(logs)
+
+
+def check_session(blocks: Sequence[Block], seed: str, design: Design) -> None:
+    """Hold the blocks to their coin: none missing, none reordered.
+
+    Raises:
+        ContractError: a block is missing, or its order is not the coin's. With a fixed order a
+            drift looks like an effect (false alarms of 36 to 96 % instead of 1 %); a block left out
+            for its answer is worse.
+    """
+    for place, block in enumerate(blocks):
+        if block.index != place:
+            raise ContractError(rejected("block index", block.index, f"{place}, none left out"))
+        drawn = toss(seed, place, design)
+        if block.order != drawn:
+            raise ContractError(rejected(f"block {place} order", block.order, f"{drawn}, the coin"))

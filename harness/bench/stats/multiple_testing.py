@@ -1,0 +1,113 @@
+"""Many cases judged together, and the controls that a night is believed by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from enum import StrEnum
+
+from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.margin import checked
+from harness.bench.stats.sequential_test import Evidence
+from harness.bench.stats.stopping import Thresholds
+from harness.errors import UsageError, rejected
+
+ALPHA, CONTROL_ALPHA = 0.05, 0.01
+PR_CASES = 10
+"""Most gated primaries of a pull request."""
+
+
+def bonferroni(cases: int) -> Thresholds:
+    """Thresholds of a pull request of so many gated cases: any false blame in 5 % at most.
+
+    Raises:
+        UsageError: no case, or more than ten.
+    """
+    if cases not in range(1, PR_CASES + 1):
+        raise UsageError(rejected("cases", cases, f"1 to {PR_CASES} gated primaries"))
+    return Thresholds(blame=max(cases / ALPHA, Thresholds().blame))
+
+
+def nightly(cases: int) -> Thresholds:
+    """Where a case of a nightly table stops: at what would be flagged even if it were alone."""
+    return Thresholds(blame=max(checked("cases", cases) / ALPHA, Thresholds().blame))
+
+
+def control(cases: int) -> Thresholds:
+    """Thresholds of an A/A session of so many cases: one false alarm would end the whole night.
+
+    That any case is blamed or praised by chance has at most ``CONTROL_ALPHA``.
+    """
+    directions = 2
+    return Thresholds(blame=directions * checked("cases", cases) / CONTROL_ALPHA)
+
+
+def e_bh(e_values: Mapping[str, float], q: float = ALPHA) -> frozenset[str]:
+    """The cases flagged by e-BH: false ones at most a part ``q``, under any dependence.
+
+    The k largest are flagged, for the largest k at which the k-th is at least K / (q k).
+
+    Raises:
+        UsageError: an e-value that is NaN or negative.
+    """
+    for name, e in e_values.items():
+        if not e >= 0.0:
+            raise UsageError(rejected(f"e-value of {name}", e, "a number of at least 0"))
+    ranked = sorted(e_values, key=lambda name: -e_values[name])
+    needed = len(ranked) / q
+    passing = [k for k, name in enumerate(ranked, 1) if k * e_values[name] >= needed]
+    return frozenset(ranked[: max(passing, default=0)])
+
+
+def settle(table: Mapping[str, Evidence]) -> dict[str, Evidence]:
+    """A night's table, blame and praise decided by e-BH; an INVALID case counts, as no evidence."""
+    valid = {name for name, found in table.items() if found.ruling is not Ruling.INVALID}
+    worse = e_bh({n: found.e_regressed if n in valid else 0.0 for n, found in table.items()})
+    better = e_bh({n: found.e_improved if n in valid else 0.0 for n, found in table.items()})
+
+    def ruled(name: str, found: Evidence) -> Evidence:
+        if name in worse:
+            return replace(found, ruling=Ruling.REGRESSED)
+        if name in better:
+            return replace(found, ruling=Ruling.IMPROVED)
+        blamed = found.ruling in (Ruling.REGRESSED, Ruling.IMPROVED)
+        return replace(found, ruling=Ruling.INCONCLUSIVE) if blamed else found
+
+    return {name: ruled(name, found) if name in valid else found for name, found in table.items()}
+
+
+class Control(StrEnum):
+    """A case whose answer is known."""
+
+    AA = "A/A"
+    PLANTED = "planted slowdown"
+
+    @property
+    def accepted(self) -> tuple[Ruling, ...]:
+        """Rulings that leave the night believable."""
+        unchanged = (Ruling.OK, Ruling.INCONCLUSIVE)
+        return unchanged if self is Control.AA else (Ruling.REGRESSED,)
+
+
+def believe(
+    table: Mapping[str, Evidence], controls: Mapping[Control, Evidence]
+) -> dict[str, Evidence]:
+    """The table as it is, or all of it INVALID where a control is missing or failed."""
+    reasons = [why for control in Control if (why := _failed(control, controls.get(control)))]
+    if not reasons:
+        return dict(table)
+    return {
+        name: replace(found, ruling=Ruling.INVALID, reasons=(*reasons, *found.reasons))
+        for name, found in table.items()
+    }
+
+
+def _failed(control: Control, found: Evidence | None) -> str | None:
+    """Why the night is not believed; None where this control is as it must be."""
+    if found and found.ruling in control.accepted:
+        return None
+    expected = " or ".join(control.accepted)
+    said = f"control {control}: {found.ruling if found else 'missing'} instead of {expected}"
+    if found and found.ruling is Ruling.INVALID and found.reasons:
+        said += f" ({found.reasons[0].splitlines()[0]})"
+    return said

@@ -1,0 +1,166 @@
+"""From blocks to a ruling: the one entry that benchmarks call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import numpy as np
+
+from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.design import Block, Design, check_session
+from harness.bench.stats.e_process import DEFAULT_SCALE, Array
+from harness.bench.stats.estimates import hodges_lehmann, interval
+from harness.bench.stats.margin import Bounds, Margin
+from harness.bench.stats.stopping import RULINGS, Thresholds, decide, paths
+from harness.errors import UsageError, rejected
+
+INVALID_SHARE = Fraction(1, 3)
+"""Largest part of the blocks that may be invalid."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything about a session that is fixed before its first block.
+
+    Args:
+        margin: row of the table.
+        bounds: its bounds, from ``margin.bounds``.
+        seed, design: of the coin.
+        thresholds: of the family the case belongs to.
+        calibrated: scale of A/A effects of this case, log units.
+    """
+
+    margin: Margin
+    bounds: Bounds
+    seed: str
+    design: Design
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    calibrated: float = DEFAULT_SCALE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What the blocks show.
+
+    Args:
+        metric: name of the margin's row.
+        ruling: INCONCLUSIVE until the session is over.
+        over: whether no more blocks are to be measured.
+        blocks: valid blocks used, those behind the decision not among them.
+        dropped: invalid blocks.
+        ratio, low, high: B / A in the metric's own direction, with its 95 % time-uniform interval.
+        e_regressed, e_clear, e_improved: e-values after the last used block.
+        path: (e_regressed, e_clear, e_improved) after each used block.
+        reasons: why it is INVALID, or what the dropped blocks had.
+    """
+
+    metric: str
+    ruling: Ruling
+    over: bool
+    blocks: int
+    dropped: int
+    ratio: float
+    low: float
+    high: float
+    path: tuple[tuple[float, float, float], ...]
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def e_regressed(self) -> float:
+        """E-value against "at most delta0 slower"; 1 before the first block."""
+        return self.path[-1][0] if self.path else 1.0
+
+    @property
+    def e_clear(self) -> float:
+        """E-value against "at least delta1 slower"."""
+        return self.path[-1][1] if self.path else 1.0
+
+    @property
+    def e_improved(self) -> float:
+        """E-value against "at most delta0 faster"."""
+        return self.path[-1][2] if self.path else 1.0
+
+    @property
+    def e_value(self) -> float:
+        """The one behind the ruling: for better where IMPROVED, against worse where OK."""
+        behind = {Ruling.IMPROVED: self.e_improved, Ruling.OK: self.e_clear}
+        return behind.get(self.ruling, self.e_regressed)
+
+
+def judge(blocks: Sequence[Block], plan: Plan) -> Evidence:
+    """Rule on the blocks measured so far; ask after each until the answer is ``over``.
+
+    Invalid blocks are dropped whole. Blocks behind the decision change nothing.
+
+    Raises:
+        ContractError: the blocks are not the coin's.
+        UsageError: a measurement is missing, not finite or not above zero.
+    """
+    check_session(blocks, plan.seed, plan.design)
+    valid = [block for block in blocks if not block.invalid]
+    dropped = len(blocks) - len(valid)
+    reasons = tuple(dict.fromkeys(reason for block in blocks for reason in block.invalid))
+    sign = -1.0 if plan.margin.higher_is_better else 1.0
+    effects = sign * np.array([block.effect for block in valid], dtype=np.float64)
+    ruling, used, path = _look(effects, plan)
+    over = ruling is not Ruling.INCONCLUSIVE or used >= plan.bounds.n_max
+    # Twice as many valid blocks as invalid ones are needed, and there will be no more than n_max.
+    hopeless = dropped > plan.bounds.n_max * INVALID_SHARE / (1 - INVALID_SHARE)
+    if hopeless or (over and dropped > INVALID_SHARE * len(blocks)):
+        share = f"{dropped} of {len(blocks)} blocks are invalid, more than a third"
+        ruling, over, reasons = Ruling.INVALID, True, (share, *reasons)
+    elif _clocks_disagree(valid[:used], effects[:used], ruling, sign):
+        ruling, reasons = Ruling.INVALID, ("time and cycles disagree on the sign", *reasons)
+    centre, low, high = _estimate(effects[:used], plan.calibrated)
+    low, high = sorted((plan.margin.ratio(low), plan.margin.ratio(high)))
+    return Evidence(
+        metric=plan.margin.metric,
+        ruling=ruling,
+        over=over,
+        blocks=used,
+        dropped=dropped,
+        ratio=plan.margin.ratio(centre),
+        low=low,
+        high=high,
+        path=path,
+        reasons=reasons,
+    )
+
+
+def _look(effects: Array, plan: Plan) -> tuple[Ruling, int, tuple[tuple[float, float, float], ...]]:
+    effects = effects[: plan.bounds.n_max]
+    if not effects.size:
+        return Ruling.INCONCLUSIVE, 0, ()
+    found = paths(effects, plan.bounds, plan.calibrated)
+    code, used = decide(found, plan.thresholds)
+    n = int(used)
+    waiting = found.improved[n - 1] > 0.0 and n < plan.bounds.n_max
+    ruling = RULINGS[int(code)]
+    if ruling is Ruling.OK and waiting:
+        ruling = Ruling.INCONCLUSIVE
+    logs = zip(found.regressed[:n], found.clear[:n], found.improved[:n], strict=True)
+    return ruling, n, tuple((math.exp(r), math.exp(c), math.exp(i)) for r, c, i in logs)
+
+
+def _estimate(effects: Array, calibrated: float) -> tuple[float, float, float]:
+    if not effects.size:
+        return 0.0, -math.inf, math.inf
+    low, high = interval(list(effects), calibrated)
+    return hodges_lehmann(list(effects)), low, high
+
+
+def _clocks_disagree(blocks: Sequence[Block], effects: Array, ruling: Ruling, sign: float) -> bool:
+    """Whether an effect in time is gone or turned around in cycles.
+
+    Asked of the whole session and only to take blame or praise back: dropping single blocks for it
+    would keep those in which the coin helped a small effect.
+    """
+    if ruling not in (Ruling.REGRESSED, Ruling.IMPROVED) or not any(b.mhz for b in blocks):
+        return False
+    if not all(block.mhz for block in blocks):
+        raise UsageError(rejected("mhz", "of some blocks", "of all valid blocks, or of none"))
+    cycles = sign * hodges_lehmann([block.effect_in_cycles for block in blocks])
+    return cycles * hodges_lehmann(list(effects)) <= 0.0

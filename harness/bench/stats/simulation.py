@@ -1,0 +1,171 @@
+"""``python3 -m harness.bench.stats.simulation``: how often the rulings are right, on made-up machines.
+
+Every trial of a session is log noise of its launch (1 %), of its repeats (0.6 %, median of three),
+a drift (0.2 % a launch) and spikes (one in 25, 10 % on average), unless the row says otherwise. The
+ugly rows have margin 0, a look after each of 40 blocks and a second place that is 2 % slower. The
+rows of a shared host show what a design makes of the same minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.design import Design
+from harness.bench.stats.e_process import Array
+from harness.bench.stats.margin import Bounds
+from harness.bench.stats.stopping import RULINGS, Thresholds, decide, paths
+from harness.core.argument_types import count
+
+Noise = Callable[[np.random.Generator, tuple[int, ...]], Array]
+SECOND_PLACE = 0.02
+DRIFT = 0.002
+PASSES, PASS_SIGMA, PASS_CORRELATION = 32, 0.1, 0.7
+"""Of a block on a shared host: log noise of a pass of a third of a second, and its memory."""
+CHUNK = 2000
+"""Sessions at a time, so that memory stays small."""
+
+
+def ordinary(random: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Launch and repeat noise with spikes."""
+    sigma = math.hypot(0.01, 0.006 * 1.25 / math.sqrt(3))
+    spikes = (random.random(shape) < 0.04) * random.exponential(0.1, shape)
+    return random.normal(0.0, sigma, shape) + spikes
+
+
+def lognormal(random: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Skewed: a lognormal excess of 3 % in the median."""
+    return np.asarray(0.03 * random.lognormal(0.0, 1.0, shape))
+
+
+def half_cauchy(random: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """No mean: a half-Cauchy excess of 1 % in the median."""
+    return np.abs(0.01 * random.standard_cauchy(shape))
+
+
+def bimodal(random: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Two clocks 4 % apart, the lower in one trial of three."""
+    return 0.04 * (random.random(shape) < 1 / 3) + random.normal(0.0, 0.003, shape)
+
+
+def shared_host(random: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Fast and slow for seconds: a trial is the mean of its part of a block's passes."""
+    *blocks, places = shape
+    passes = random.normal(0.0, PASS_SIGMA, (*blocks, PASSES))
+    fresh = math.sqrt(1.0 - PASS_CORRELATION**2)
+    for n in range(1, PASSES):
+        passes[..., n] = PASS_CORRELATION * passes[..., n - 1] + fresh * passes[..., n]
+    return np.asarray(passes.reshape(*shape, PASSES // places).mean(axis=-1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """A row of the simulation: noise, true effect, design and margin."""
+
+    name: str
+    noise: Noise
+    design: Design
+    bounds: Bounds
+    slowdown: float = 0.0
+    second_place: float = 0.0
+    blame: float = 100.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """Parts of the sessions by ruling, and the mean number of blocks."""
+
+    by_ruling: dict[Ruling, float]
+    blocks: float
+
+
+def _scenes() -> tuple[Scene, ...]:
+    none = Bounds(delta0=0.0, delta1=0.03, n_max=40)
+    kernel = Bounds(delta0=math.log1p(0.005), delta1=math.log1p(0.03), n_max=16)
+    server = Bounds(delta0=math.log1p(0.01), delta1=math.log1p(0.03), n_max=16)
+    pairs, quads = Design.PAIRS, Design.QUADS
+    ugly = [
+        Scene(name=f"A/A, {noise.__name__}, margin 0", noise=noise, design=pairs, bounds=none,
+              second_place=SECOND_PLACE)
+        for noise in (lognormal, half_cauchy, bimodal, ordinary)
+    ]  # fmt: skip
+    plain = [
+        Scene(name=f"{slowdown:.0%} slower, {what}", noise=ordinary, design=design,
+              bounds=bounds, slowdown=slowdown)
+        for what, design, bounds in (
+            ("pairs, delta0 0.5 %", pairs, kernel),
+            ("quads, delta0 0.5 %", quads, kernel),
+            ("pairs, delta0 1 %", pairs, server),
+            ("quads, delta0 1 %", quads, server),
+        )
+        for slowdown in (0.0, 0.01, 0.02, 0.03, 0.05, 0.10)
+    ]  # fmt: skip
+    shared = [
+        Scene(name=f"{slowdown:.0%} slower, shared host, {design.name.lower()}", noise=shared_host,
+              design=design, bounds=kernel, slowdown=slowdown)
+        for design in Design
+        for slowdown in (0.0, 0.05)
+    ]  # fmt: skip
+    return (*ugly, *plain, *shared)
+
+
+SCENES = {scene.name: scene for scene in _scenes()}
+
+
+def effects(
+    scene: Scene, sessions: int, random: np.random.Generator, *, coin: bool = True
+) -> Array:
+    """Effects of sessions of ``n_max`` blocks, [sessions, n_max], drawn trial by trial.
+
+    Args:
+        scene: its row.
+        sessions: how many.
+        random: source of noise and coins.
+        coin: whether the order is drawn; otherwise always the design's first.
+    """
+    places = len(scene.design.orders[0])
+    shape = (sessions, scene.bounds.n_max, places)
+    signs = np.array([1.0 if arm == "B" else -1.0 for arm in scene.design.orders[0]])
+    launches = np.arange(shape[1] * places).reshape(shape[1:])
+    logs = scene.noise(random, shape) + DRIFT * launches
+    logs[..., 1::2] += scene.second_place
+    flips = random.choice([-1.0, 1.0], size=shape[:2]) if coin else np.ones(shape[:2])
+    seen = (logs * signs).sum(axis=-1) / (places / 2) * flips
+    return np.asarray(seen + math.log1p(scene.slowdown))
+
+
+def simulate(scene: Scene, sessions: int, seed: int = 1, *, coin: bool = True) -> Shares:
+    """Rule on ``sessions`` made-up sessions exactly as on measured ones."""
+    random = np.random.default_rng(seed)
+    counts = np.zeros(len(RULINGS))
+    blocks = 0
+    for start in range(0, sessions, CHUNK):
+        drawn = effects(scene, min(CHUNK, sessions - start), random, coin=coin)
+        codes, used = decide(paths(drawn, scene.bounds), Thresholds(blame=scene.blame))
+        counts += np.bincount(codes, minlength=len(RULINGS))
+        blocks += int(used.sum())
+    shares = dict(zip(RULINGS, (counts / sessions).tolist(), strict=True))
+    return Shares(by_ruling=shares, blocks=blocks / sessions)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table, one scene a row, percent of sessions."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sessions", type=count, default=10_000, help="a row (default 10000)")
+    parser.add_argument("--seed", type=int, default=1, help="of the noise and the coins")
+    chosen = parser.parse_args(argv)
+    print(f"{'scene':36}" + "".join(f"{ruling:>14}" for ruling in RULINGS) + f"{'blocks':>8}")
+    for name, scene in SCENES.items():
+        found = simulate(scene, chosen.sessions, chosen.seed)
+        cells = "".join(f"{100 * found.by_ruling[ruling]:14.2f}" for ruling in RULINGS)
+        print(f"{name:36}{cells}{found.blocks:8.1f}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,76 @@
+"""When to stop and what to say, looking after every block; vectorised over sessions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.e_process import DEFAULT_SCALE, Array, log_e, scales
+from harness.bench.stats.margin import Bounds, checked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """Evidence asked for.
+
+    Args:
+        blame: to say REGRESSED or IMPROVED; a false one has probability at most 1 / blame.
+        clear: to say OK.
+    """
+
+    blame: float = 100.0
+    clear: float = 20.0
+
+    def __post_init__(self) -> None:
+        checked("blame", self.blame, above=1.0)
+        checked("clear", self.clear, above=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paths:
+    """Log e-processes after each block, [..., n].
+
+    Args:
+        regressed: against "the effect is at most delta0".
+        clear: against "the effect is at least delta1".
+        improved: against "the effect is at least -delta0".
+    """
+
+    regressed: Array
+    clear: Array
+    improved: Array
+
+
+def paths(effects: Array, bounds: Bounds, calibrated: float = DEFAULT_SCALE) -> Paths:
+    """The three e-processes of sessions of cost effects (positive is worse), [..., n]."""
+    scale = scales(effects, calibrated)
+    return Paths(
+        regressed=log_e(effects - bounds.delta0, scale),
+        clear=log_e(bounds.delta1 - effects, scale),
+        improved=log_e(-bounds.delta0 - effects, scale),
+    )
+
+
+RULINGS = (Ruling.INCONCLUSIVE, Ruling.OK, Ruling.IMPROVED, Ruling.REGRESSED)
+"""By the code that ``decide`` returns; the worse news wins a tie."""
+
+
+def decide(found: Paths, thresholds: Thresholds) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(index into ``RULINGS``, blocks used) of each session, [...] each.
+
+    Blame and praise stop at once. OK waits while an improvement is in prospect (its e-process
+    above 1): evidence for OK always comes first, and would hide every IMPROVED otherwise. A
+    session that ended on its last block without a decision has used all its blocks.
+    """
+    regressed = found.regressed >= math.log(thresholds.blame)
+    improved = found.improved >= math.log(thresholds.blame)
+    cleared = np.logical_or.accumulate(found.clear >= math.log(thresholds.clear), axis=-1)
+    code = np.select([regressed, improved, cleared], [3, 2, 1], 0)
+    stop = regressed | improved | (cleared & (found.improved <= 0.0))
+    stop[..., -1] = True
+    last = stop.argmax(axis=-1)
+    return np.take_along_axis(code, last[..., None], axis=-1)[..., 0], last + 1

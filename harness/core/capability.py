@@ -1,0 +1,217 @@
+"""What each kernel accepts, as data, and the one function that reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.core.case import Case, Dtype, Family, KVDtype, Mode
+from harness.core.numerics import ANY_MODE, DECODE_KERNEL, PLAIN, Numerics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capability:
+    """The limits of one kernel family.
+
+    Args:
+        name: the kernel's name in test ids and reports.
+        families: attention families it serves.
+        head_dims: accepted query/key head sizes (MHA), empty for any.
+        page_sizes: accepted KV page sizes in tokens, empty for any.
+        dtypes: accepted query dtypes.
+        kv_dtypes: accepted KV cache dtypes.
+        max_group_size: most query heads a KV head.
+        mla_dims: accepted (kv_lora_rank, qk_rope_head_dim) (MLA), empty for any.
+        max_q_len: most query tokens a request in a decode call.
+        max_window_q_len: the same where a sliding window is on.
+        window: whether a sliding window is served.
+        sinks: whether attention sinks are served.
+        needs_packed_mask: whether q_len > 1 needs an explicit packed causal mask (XQA does).
+        casts_query_to_kv_dtype: whether an FP8 cache wants an FP8 query (trtllm-gen) or
+            refuses one (XQA).
+        block_table_multiple: block-table widths must be a multiple of
+            ``block_table_multiple / page_size`` (trtllm-gen MLA: 128); 1 for no rule.
+        compute_capabilities: (major, minor) of the GPUs it runs on, empty for any device.
+        numerics: of the real kernel; the reference in its place has plain ones.
+        source: where the limits come from.
+    """
+
+    name: str
+    families: frozenset[Family]
+    head_dims: frozenset[int] = frozenset()
+    page_sizes: frozenset[int] = frozenset()
+    dtypes: frozenset[Dtype]
+    kv_dtypes: frozenset[KVDtype]
+    max_group_size: int = 64
+    mla_dims: frozenset[tuple[int, int]] = frozenset()
+    max_q_len: int = 16
+    max_window_q_len: int = 16
+    window: bool = True
+    sinks: bool = True
+    needs_packed_mask: bool = False
+    casts_query_to_kv_dtype: bool = False
+    block_table_multiple: int = 1
+    compute_capabilities: frozenset[tuple[int, int]] = frozenset()
+    numerics: Numerics = PLAIN
+    source: str
+
+
+ANY_DTYPE = frozenset(Dtype)
+HALF = frozenset({Dtype.BF16, Dtype.FP16})
+HALF_KV = frozenset({KVDtype.AUTO, KVDtype.FP8})
+BLACKWELL = frozenset({(10, 0), (10, 3)})
+
+REFERENCE = Capability(
+    name="reference",
+    families=frozenset(Family),
+    dtypes=ANY_DTYPE,
+    kv_dtypes=frozenset(KVDtype),
+    source="harness/kernels/reference.py accepts whatever the math allows",
+)
+XQA = Capability(
+    name="xqa",
+    families=frozenset({Family.MHA}),
+    head_dims=frozenset({64, 128, 256}),
+    page_sizes=frozenset({16, 32, 64, 128}),
+    dtypes=HALF,
+    kv_dtypes=HALF_KV,
+    max_group_size=32,
+    max_window_q_len=1,
+    needs_packed_mask=True,
+    compute_capabilities=frozenset({(9, 0), (12, 0), (12, 1)}),
+    numerics=Numerics(
+        budget_factor=1.25,
+        rounds_query=DECODE_KERNEL,
+        rounds_weights=DECODE_KERNEL,
+        spreads_nan=frozenset({KVDtype.FP8}),
+        source="flashinfer 0.6.12, csrc/xqa: split keys leave 16-bit partial results; over an FP8 "
+        "cache mha_sm90.cu multiplies in FP8 and loads whole pages",
+    ),
+    source="flashinfer 0.6.12, flashinfer/xqa.py; csrc/xqa/mha.cu holds 32 query heads of 256, and "
+    "has no window for queries in front of the last",
+)
+TRTLLM_GEN_MHA = Capability(
+    name="trtllm_gen",
+    families=frozenset({Family.MHA}),
+    head_dims=frozenset({64, 128, 256}),
+    page_sizes=frozenset({16, 32, 64}),
+    dtypes=HALF,
+    kv_dtypes=HALF_KV,
+    casts_query_to_kv_dtype=True,
+    compute_capabilities=BLACKWELL,
+    numerics=Numerics(rounds_query=ANY_MODE),
+    source="flashinfer 0.6.12, flashinfer/decode.py trtllm_batch_decode_with_kv_cache",
+)
+TRTLLM_GEN_MLA = Capability(
+    name="trtllm_gen",
+    families=frozenset({Family.MLA}),
+    mla_dims=frozenset({(512, 64), (256, 64)}),
+    page_sizes=frozenset({32, 64}),
+    dtypes=frozenset({Dtype.BF16}),
+    kv_dtypes=HALF_KV,
+    window=False,
+    sinks=False,
+    max_group_size=128,
+    casts_query_to_kv_dtype=True,
+    block_table_multiple=128,
+    compute_capabilities=BLACKWELL,
+    numerics=Numerics(rounds_query=ANY_MODE),
+    source="flashinfer 0.6.12, flashinfer/mla.py trtllm_batch_decode_with_kv_cache_mla",
+)
+FLASH_MLA = Capability(
+    name="flash_mla",
+    families=frozenset({Family.MLA}),
+    mla_dims=frozenset({(512, 64)}),
+    page_sizes=frozenset({64}),
+    dtypes=HALF,
+    kv_dtypes=frozenset({KVDtype.AUTO}),
+    window=False,
+    sinks=False,
+    max_group_size=128,
+    compute_capabilities=frozenset({(9, 0)}),
+    numerics=Numerics(
+        spreads_nan=frozenset({Mode.DRAFT_EXTEND}),
+        source="sglang-kernel 0.4.4 on an H200: its padded queries see keys nobody wrote",
+    ),
+    source="sglang-kernel 0.4.4, sgl_kernel/flash_mla.py",
+)
+
+CAPABILITIES = {
+    (family, capability.name): capability
+    for capability in (REFERENCE, XQA, TRTLLM_GEN_MHA, TRTLLM_GEN_MLA, FLASH_MLA)
+    for family in capability.families
+}
+
+
+def device_refusal(capability: Capability, gpu: tuple[int, int] | None) -> str | None:
+    """Why this kernel cannot run on this GPU, or None if it can.
+
+    Args:
+        capability: of the kernel.
+        gpu: its compute capability; None where the strict reference stands in for the kernel.
+    """
+    gpus = capability.compute_capabilities
+    if gpu is None or not gpus or gpu in gpus:
+        return None
+    needed = " or ".join(f"{major}.{minor}" for major, minor in sorted(gpus))
+    present = "{}.{}".format(*gpu)
+    return f"{capability.name} needs compute capability {needed}, this device has {present}"
+
+
+def refusal(
+    case: Case, capability: Capability, compute_capability: tuple[int, int] | None = None
+) -> str | None:
+    """Why this kernel cannot serve this case, in one phrase, or None if it can.
+
+    Args:
+        case: the row.
+        capability: of the kernel.
+        compute_capability: of the GPU; None where the strict reference stands in for the kernel.
+    """
+    reason = device_refusal(capability, compute_capability)
+    if reason is not None:
+        return reason
+    of_family = _mha_limits if case.family is Family.MHA else _mla_limits
+    for accepted, field, value, allowed in _limits(case, capability) + of_family(case, capability):
+        if not accepted:
+            shown = sorted(map(str, allowed)) if isinstance(allowed, frozenset) else allowed
+            return f"{capability.name} refuses {field} {value}: accepts {shown}"
+    return None
+
+
+Limit = tuple[bool, str, object, object]
+
+
+def _limits(case: Case, capability: Capability) -> tuple[Limit, ...]:
+    pages, group, q_len = capability.page_sizes, case.group_size, _decode_q_len(case)
+    most, longest = capability.max_group_size, capability.max_q_len
+    return (
+        (case.family in capability.families, "family", case.family, capability.families),
+        (not pages or case.page_size in pages, "page_size", case.page_size, pages),
+        (case.dtype in capability.dtypes, "dtype", case.dtype, capability.dtypes),
+        (case.kv_dtype in capability.kv_dtypes, "kv_dtype", case.kv_dtype, capability.kv_dtypes),
+        (group <= most, "group_size", group, f"<= {most}"),
+        (q_len <= longest, "q_len", q_len, f"<= {longest}"),
+    )
+
+
+def _mha_limits(case: Case, capability: Capability) -> tuple[Limit, ...]:
+    dims, window, longest = capability.head_dims, case.window_left, capability.max_window_q_len
+    fits = window < 0 or _decode_q_len(case) <= longest
+    accepted = f"-1 where a request has more than {longest} query tokens"
+    return (
+        (not dims or case.head_dim in dims, "head_dim", case.head_dim, dims),
+        (window < 0 or capability.window, "window_left", window, "-1"),
+        (fits, "window_left", window, accepted),
+        (not case.sinks or capability.sinks, "sinks", case.sinks, "False"),
+    )
+
+
+def _mla_limits(case: Case, capability: Capability) -> tuple[Limit, ...]:
+    dims, own = capability.mla_dims, (case.kv_lora_rank, case.qk_rope_head_dim)
+    return ((not dims or own in dims, "kv_lora_rank, qk_rope_head_dim", own, dims),)
+
+
+def _decode_q_len(case: Case) -> int:
+    """Query tokens a request in one decode call; 1 where queries are ragged or steps follow."""
+    uniform = case.mode in (Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2)
+    return max(case.q_lens, default=1) if uniform else 1

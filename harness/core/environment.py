@@ -1,0 +1,74 @@
+"""The machine, the versions and the commit; nothing else in the harness asks for them."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from harness.core.paths import ROOT
+from harness.core.record import Environment
+
+
+@cache
+def environment(device: str = "cpu") -> Environment:
+    """What is known of the machine that runs on ``device`` ("cpu", "cuda:0", …)."""
+    changes = command("git", "-C", str(ROOT), "status", "--porcelain")
+    on_cuda = device.startswith("cuda")
+    return Environment(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        platform=platform.platform(),
+        processor=processor(),
+        device=torch.cuda.get_device_name(device) if on_cuda else device,
+        cuda=(torch.version.cuda or "") if on_cuda else "",
+        driver=driver() if on_cuda else "",
+        triton=installed("triton"),
+        sglang=installed("sglang"),
+        sgl_kernel=installed("sglang-kernel"),
+        flashinfer=installed("flashinfer-python"),
+        commit=command("git", "-C", str(ROOT), "rev-parse", "HEAD"),
+        dirty=bool(changes),
+    )
+
+
+def compute_capability(device: torch.device | str) -> tuple[int, int] | None:
+    """(major, minor) of a GPU, None for a CPU."""
+    is_cuda = torch.device(device).type == "cuda"
+    return torch.cuda.get_device_capability(device) if is_cuda else None
+
+
+def installed(package: str) -> str:
+    """Version of a package, empty where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def command(*words: str) -> str:
+    """What a program prints, empty where it is absent, slow or ends badly."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def driver() -> str:
+    """Version of the NVIDIA driver."""
+    lines = command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return lines.splitlines()[0] if lines else ""
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The CPU's name, as the kernel tells it where it does."""
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

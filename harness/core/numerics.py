@@ -1,0 +1,40 @@
+"""What a real kernel rounds and spreads: part of the question that the oracle is asked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from harness.core.case import Case, KVDtype, Mode
+
+ANY_MODE = frozenset(Mode)
+DECODE_KERNEL = ANY_MODE - {Mode.EXTEND, Mode.DRAFT_EXTEND}
+# Finite in every dtype of a cache, and far from what is drawn.
+LARGE = 400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """What a kernel does to numbers that a plain dense implementation does not.
+
+    Args:
+        budget_factor: times the error that a plain implementation is allowed.
+        rounds_query: modes in which it rounds the query to FP8 over an FP8 cache.
+        rounds_weights: modes in which it rounds softmax weights to FP8 over an FP8 cache.
+        spreads_nan: cache dtypes and modes in which it multiplies masked values by zero instead of
+            skipping them, so that a NaN in an unwritten slot of a live page spreads.
+        source: where it is seen.
+    """
+
+    budget_factor: float = 1.0
+    rounds_query: frozenset[Mode] = frozenset()
+    rounds_weights: frozenset[Mode] = frozenset()
+    spreads_nan: frozenset[KVDtype | Mode] = frozenset()
+    source: str = ""
+
+    def unread(self, case: Case) -> float:
+        """What slots hold that no query may see: NaN, or where that spreads, a large number."""
+        return LARGE if self.spreads_nan & {case.kv_dtype, case.mode} else math.nan
+
+
+PLAIN = Numerics()

@@ -1,0 +1,169 @@
+"""One trial, one JSON line: the only thing that gates and reports read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UsageError
+
+FORMAT = 1
+
+
+class Verdict(StrEnum):
+    """How a trial ended; the names say what was wrong."""
+
+    PASSED = "passed"
+    WRONG_SHAPE = "wrong_shape"
+    WRONG_DTYPE = "wrong_dtype"
+    NON_FINITE = "non_finite"
+    WRONG_NUMBERS = "wrong_numbers"
+    WRONG_TOKENS = "wrong_tokens"
+    BROKEN_INVARIANT = "broken_invariant"
+    REPLAY_DIFFERS = "replay_differs"
+    OVER_BUDGET = "over_budget"
+    WRONG_GOLDEN = "wrong_golden"
+    ERROR = "error"
+    REFUSED = "refused"
+    WAIVED = "waived"
+
+    @property
+    def is_red(self) -> bool:
+        """Whether a gate must fail on it."""
+        return self not in (Verdict.PASSED, Verdict.REFUSED, Verdict.WAIVED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """One compared quantity of a trial.
+
+    Args:
+        name: "hidden_states", "logits", "kv_cache", …
+        error: worst relative L2 error of a row against the oracle.
+        allowed: what that row was allowed.
+        where: request, position, page of the first bad row, or of the worst one if none is bad.
+    """
+
+    name: str
+    error: float
+    allowed: float
+    where: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """Error / allowed, above 1 is red; infinite where either is not a number."""
+        if self.error == 0:
+            return 0.0
+        ratio = self.error / self.allowed if self.allowed else math.inf
+        return math.inf if math.isnan(ratio) else ratio
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """The machine a trial ran on; unknown facts are empty strings."""
+
+    python: str
+    torch: str
+    platform: str
+    processor: str
+    device: str
+    cuda: str = ""
+    driver: str = ""
+    triton: str = ""
+    sglang: str = ""
+    sgl_kernel: str = ""
+    flashinfer: str = ""
+    commit: str = ""
+    dirty: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One trial.
+
+    Args:
+        case: id of the row (or name of the model pair and prompt).
+        subject: backend and kernel, such as "trtllm_mha/xqa".
+        family, mode, execution: the values of the enums of ``harness.core.case``.
+        device: "cpu", "cuda:0", …
+        verdict: how it ended.
+        message: one line of cause; the reason where refused or waived.
+        quantities: what was compared.
+        effects: exact counts, such as {"host_reads": 0, "kernels": 2}.
+        accept_lengths: accepted tokens of every verify step, where the trial generated text.
+        seconds: wall time.
+        environment: the machine.
+        reproduce: the command that runs this trial alone.
+        planned: trials of the run it belongs to, itself among them; 0 where nobody counted.
+    """
+
+    case: str
+    subject: str
+    family: str
+    mode: str
+    execution: str
+    device: str
+    verdict: Verdict
+    message: str = ""
+    quantities: tuple[Quantity, ...] = ()
+    effects: dict[str, int] = field(default_factory=dict)
+    accept_lengths: tuple[int, ...] = ()
+    seconds: float = 0.0
+    environment: Environment
+    reproduce: str = ""
+    planned: int = 0
+
+    @property
+    def worst(self) -> float:
+        """Largest error / allowed over the quantities, 0 where none was compared."""
+        return max((quantity.ratio for quantity in self.quantities), default=0.0)
+
+    def to_json(self) -> str:
+        """One line, without a newline."""
+        return json.dumps({"format": FORMAT} | asdict(self), separators=(",", ":"), allow_nan=True)
+
+    @classmethod
+    def from_json(cls, line: str) -> Record:
+        """The inverse of ``to_json``.
+
+        Raises:
+            UsageError: the line is not a record of this format.
+        """
+        try:
+            data: dict[str, Any] = json.loads(line)
+            if (found := data.pop("format", None)) != FORMAT:
+                raise UsageError(f"record format = {found!r} is not accepted; accepted: {FORMAT}")
+            data["verdict"] = Verdict(data["verdict"])
+            data["quantities"] = tuple(Quantity(**q) for q in data["quantities"])
+            data["accept_lengths"] = tuple(data["accept_lengths"])
+            data["environment"] = Environment(**data["environment"])
+            return cls(**data)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"not a record: {line[:80]!r} ({error})") from error
+
+
+def write_records(path: Path, records: Iterable[Record]) -> None:
+    """Append one line a record; each line is written whole."""
+    with path.open("a", encoding="utf-8") as file:
+        for record in records:
+            file.write(record.to_json() + "\n")
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Every record of a file, in order.
+
+    Raises:
+        UsageError: the file is missing or a line is not a record; the message names the line.
+    """
+    if not path.is_file():
+        raise UsageError(f"records = {str(path)!r} is not accepted; accepted: an existing file")
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            yield Record.from_json(line)
+        except UsageError as error:
+            raise UsageError(f"{path}:{number}: {error}") from error

@@ -1,0 +1,1 @@
+"""One case, from its row to its record."""

@@ -1,0 +1,9 @@
+"""Obtained against expected; a comparison is a value, and only a test asserts on it."""
+
+from __future__ import annotations
+
+from harness.differential.compare.numbers import Locate, compare
+from harness.differential.compare.outcome import Comparison
+from harness.differential.compare.sequences import compare_exact, compare_tokens
+
+__all__ = ["Comparison", "Locate", "compare", "compare_exact", "compare_tokens"]

@@ -1,0 +1,162 @@
+"""What the oracle expects of a case, and what a plain dense implementation makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from harness.core.case import Case, Family, KVDtype, Mode
+from harness.core.numerics import PLAIN, Numerics
+from harness.differential.dense import DenseRows, dense_rows
+from harness.differential.inputs import Requests, World
+from harness.oracle import attend, low_precision_attend, quantize_dequantize
+
+Attend = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """T query tokens, request after request; a multi-step draft has num_steps - 1 a request.
+
+    Args:
+        hidden_states: [T, hidden].
+        logits: [T, V].
+    """
+
+    hidden_states: torch.Tensor
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Both answers, and the cache rows of the new tokens.
+
+    Args:
+        oracle: float64.
+        reference: the same at the case's dtype; its error is the measure of the budget.
+        keys: [L, T, kv heads, qk dim] float64, what the cache must hold after dequantisation.
+        values: [L, T, kv heads, value dim] float64.
+    """
+
+    oracle: Answer
+    reference: Answer
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+def expect(
+    world: World,
+    requests: Requests,
+    *,
+    fed_tokens: torch.Tensor | None = None,
+    numerics: Numerics = PLAIN,
+) -> Expected:
+    """Judge a case from its dense problem alone.
+
+    Args:
+        world: weights and requests.
+        requests: the batch to judge.
+        fed_tokens: [bs, num_steps - 1] int64, what a multi-step draft really fed itself, so that
+            one near-tie does not change everything after it; its choices are judged apart.
+        numerics: of the kernel; what it rounds is part of the question.
+    """
+    case = requests.case
+    rounds_query = case.mode in numerics.rounds_query
+    problems = [_problem(world, requests, i, fed_tokens, rounds_query) for i in range(case.bs)]
+    dtype = getattr(torch, case.dtype)
+    rounds_weights = case.mode in numerics.rounds_weights and case.kv_dtype is KVDtype.FP8
+    weights_dtype = torch.float8_e4m3fn if rounds_weights else dtype
+    plain = partial(low_precision_attend, dtype=dtype, weights_dtype=weights_dtype)
+    oracle = _answer(world, requests, problems, attend, torch.float64)
+    reference = _answer(world, requests, problems, plain, dtype)
+    new = [_tail(rows, n) for rows, n in zip(problems, case.q_lens, strict=True)]
+    empty = [_tail(_problem_of_nothing(world, case), 0)]
+    return Expected(
+        oracle=oracle,
+        reference=reference,
+        keys=torch.cat([k for k, _ in new or empty], 1),
+        values=torch.cat([v for _, v in new or empty], 1),
+    )
+
+
+def _problem_of_nothing(world: World, case: Case) -> DenseRows:
+    nothing = torch.empty(0, dtype=torch.int64)
+    return dense_rows(world.weights, case, nothing, nothing, queries=0)
+
+
+def _problem(
+    world: World,
+    requests: Requests,
+    i: int,
+    fed_tokens: torch.Tensor | None,
+    rounds_query: bool,
+) -> DenseRows:
+    case = requests.case
+    new = requests.new_tokens[i] if fed_tokens is None else fed_tokens[i].cpu()
+    tokens = torch.cat((requests.history[i], new))
+    positions = torch.arange(len(tokens))
+    rows = dense_rows(world.weights, case, tokens, positions, queries=case.q_lens[i])
+    if case.kv_dtype is not KVDtype.FP8:
+        return rows
+    # The latent of MLA is key and value at once, so it has the key's scale.
+    v_scale = case.k_scale if case.family is Family.MLA else case.v_scale
+    return DenseRows(
+        q=quantize_dequantize(rows.q, 1.0) if rounds_query else rows.q,
+        k=quantize_dequantize(rows.k, case.k_scale),
+        v=quantize_dequantize(rows.v, v_scale),
+    )
+
+
+def _tail(rows: DenseRows, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    start = rows.k.shape[1] - n
+    return rows.k[:, start:], rows.v[:, start:]
+
+
+def _window(case: Case, layer: int) -> int:
+    """Layers alternate between full and windowed."""
+    return case.window_left if layer % 2 else -1
+
+
+def _answer(
+    world: World,
+    requests: Requests,
+    problems: list[DenseRows],
+    attention: Attend,
+    dtype: torch.dtype,
+) -> Answer:
+    case, weights = requests.case, world.weights
+    hidden = [torch.empty(0, weights.hidden_size, dtype=dtype)]
+    for rows in problems:
+        outputs = [
+            attention(
+                rows.q[layer],
+                rows.k[layer],
+                rows.v[layer],
+                prefix_len=rows.k.shape[1] - rows.q.shape[1],
+                scale=weights.scaling,
+                window_left=_window(case, layer),
+                sinks=None if weights.sinks is None else weights.sinks[layer],
+            ).flatten(1)
+            for layer in range(case.num_layers)
+        ]
+        hidden.append(torch.cat(outputs, -1))
+    states = _with_incoming(torch.cat(hidden), requests, dtype)
+    head = weights.lm_head.double() if dtype == torch.float64 else weights.lm_head
+    return Answer(hidden_states=states, logits=states.to(head.dtype) @ head)
+
+
+def _with_incoming(attended: torch.Tensor, requests: Requests, dtype: torch.dtype) -> torch.Tensor:
+    """Add half the hidden state before each query token; a multi-step draft feeds its own on."""
+    if requests.hidden_in is None:
+        return attended
+    incoming = requests.hidden_in.to(dtype)
+    if requests.case.mode is not Mode.MULTI_STEP_DRAFT:
+        return attended + incoming * 0.5
+    chained = []
+    for step in attended.unflatten(0, (requests.case.bs, -1)).unbind(1):
+        incoming = step + incoming * 0.5
+        chained.append(incoming)
+    return torch.stack(chained, 1).flatten(0, 1)

@@ -1,0 +1,169 @@
+"""What a subject makes of a case: one forward, eager or replayed among other batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from harness.attention.paged_backend import PagedBackend
+from harness.core.case import Case, Execution, Mode
+from harness.differential.forward_batches import make_batch, pad_batch
+from harness.differential.inputs import Requests, World
+from harness.differential.invariants import check_frozen, check_padding, frozen
+from harness.differential.pool_state import Stage, set_stage
+from harness.graphs.runner import GraphRunner
+from harness.subjects import Rig, Subject, build, build_runner
+from harness.upstream.forward_batch_info import DraftOutput, ForwardBatch, LogitsProcessorOutput
+from harness.upstream.memory_pool import SWAKVPool
+
+Output = LogitsProcessorOutput | DraftOutput
+
+
+@dataclass(frozen=True)
+class Performance:
+    """What came out, before anybody judged it.
+
+    Args:
+        stage: the pools, after the forward.
+        before: copies of the cache buffers, from just before the forward.
+        output: the real rows.
+        plans: metadata of every planned forward; several in a multi-step draft.
+        bucket: rows that were planned, padded ones included.
+        violations: what the execution itself found broken.
+    """
+
+    stage: Stage
+    before: dict[str, torch.Tensor]
+    output: Output
+    plans: tuple[Any, ...]
+    bucket: int
+    violations: tuple[str, ...] = ()
+
+
+def perform(
+    subject: Subject, world: World, execution: Execution, device: torch.device | str = "cpu"
+) -> Performance:
+    """Run the first batch of a world; its other batches are replayed before and after it."""
+    unread = subject.numerics(device).unread(world.batches[0].case)
+    stage = set_stage(world, device, unread)
+    rig = build(subject, stage)
+    with torch.no_grad():
+        run = _replayed if execution is Execution.GRAPH else _eager
+        return run(subject, stage, rig)
+
+
+def company(case: Case) -> tuple[Case, ...]:
+    """Batches that leave stale state behind in the case's own bucket and in a larger one."""
+    own = min(bs for bs in case.capture_bs if bs >= case.bs)
+    larger = [bs for bs in sorted(case.capture_bs) if bs > own][:1]
+    return tuple(_decoy(case, bs) for bs in (*larger, own))
+
+
+def _decoy(case: Case, bs: int) -> Case:
+    longest = min(case.max_context_len - case.num_draft_tokens - case.num_steps, 110)
+    return replace(
+        case,
+        id=f"{case.id}+decoy{bs}",
+        prefix_lens=tuple((29 * i + 53) % longest + 1 for i in range(bs)),
+        accept_lens=tuple(
+            (3 * i + 1) % case.num_draft_tokens + 1 for i in range(bs if case.accept_lens else 0)
+        ),
+    )
+
+
+def batch_of(stage: Stage, rig: Rig, requests: Requests) -> ForwardBatch:
+    """The batch, with host lengths only for a backend that asks for them."""
+    return make_batch(stage, requests, host_lengths=rig.backend.needs_cpu_seq_lens)
+
+
+def plans(rig: Rig) -> tuple[Any, ...]:
+    """The metadata of every backend that was planned."""
+    if isinstance(rig.backend, PagedBackend):
+        return (rig.backend.forward_metadata,)
+    return tuple(backend.forward_metadata for backend in rig.backend.attn_backends)
+
+
+def copies(stage: Stage) -> dict[str, torch.Tensor]:
+    """Copies of every cache buffer, by name."""
+    return {name: buffer.clone() for name, buffer in stage.buffers().items()}
+
+
+def _eager(subject: Subject, stage: Stage, rig: Rig) -> Performance:
+    case, requests = stage.case, stage.world.batches[0]
+    before = copies(stage)
+    batch = planned = batch_of(stage, rig, requests)
+    if case.padded_rows:
+        width = 1 if case.mode is Mode.MULTI_STEP_DRAFT else max(case.q_lens)
+        batch = pad_batch(batch, case.padded_rows, width)
+    if case.pads_before_plan:
+        planned = planned.with_changes(batch_size=batch.batch_size)
+    rig.backend.init_forward_metadata(planned)
+    _remap(stage)
+    output = rig.forward(batch)
+    rows = case.bs if case.mode is Mode.MULTI_STEP_DRAFT else case.num_tokens
+    violations = [
+        f"{name}: row {rows + i} of DP padding is not finite [padding]"
+        for name, tensor in _tensors(output).items()
+        for i in (~tensor[rows:].flatten(1).isfinite().all(1)).nonzero().flatten().tolist()[:1]
+    ]
+    return Performance(stage, before, _cut(output, rows), plans(rig), case.bs, tuple(violations))
+
+
+def _remap(stage: Stage) -> None:
+    """Map SWA slots anew, as a scheduler that runs ahead may once a forward is planned."""
+    if isinstance(pool := stage.token_to_kv_pool, SWAKVPool):
+        mapping = pool.full_to_swa_index_mapping
+        mapping.copy_(mapping.flip(0))
+
+
+def _replayed(subject: Subject, stage: Stage, rig: Rig) -> Performance:
+    requests, *others = stage.world.batches
+    capture_bs = tuple(batch.case.bs for batch in others)
+    runner = build_runner(subject, stage, rig, capture_bs)
+    runner.capture()
+    for other in others:
+        runner.replay(batch_of(stage, rig, other))
+    # The last batch of the company shares the case's bucket, so its plan is the one to keep.
+    kept = [frozen(plan) for plan in plans(rig)]
+    before = copies(stage)
+    batch = batch_of(stage, rig, requests)
+    output = runner.replay(batch)
+    violations = padding(runner, batch)
+    for plan, old in zip(plans(rig), kept, strict=True):
+        violations += check_frozen(old, frozen(plan))
+    planned = tuple(snapshot(plan) for plan in plans(rig))
+    after = {name: buffer.clone() for name, buffer in stage.buffers().items()}
+    held = {name: tensor.clone() for name, tensor in _tensors(output).items()}
+    runner.replay(batch_of(stage, rig, others[-1]))
+    for name, tensor in _tensors(output).items():
+        # A NaN is judged by the numbers; here it would hide the cause behind a change that is none.
+        if not torch.allclose(tensor, held[name], rtol=0, atol=0, equal_nan=True):
+            violations.append(f"{name} of a replay changed in the next one [lifetime]")
+    for name, buffer in stage.buffers().items():
+        buffer.copy_(after[name])
+    return Performance(stage, before, output, planned, min(capture_bs), tuple(violations))
+
+
+def snapshot(plan: Any) -> Any:
+    """A plan whose tensors no later replay changes."""
+    tensors = {
+        name: value.clone() for name, value in vars(plan).items() if isinstance(value, torch.Tensor)
+    }
+    return replace(plan, **tensors)
+
+
+def padding(runner: GraphRunner[Any, Any], batch: ForwardBatch) -> list[str]:
+    """Padded elements of static inputs that do not hold their pad, one line a buffer."""
+    padded = runner.padding(batch)
+    return check_padding(padded, runner.pads, dict.fromkeys(padded, 0))
+
+
+def _tensors(output: Output) -> dict[str, torch.Tensor]:
+    return {k: v for k, v in vars(output).items() if isinstance(v, torch.Tensor)}
+
+
+def _cut(output: Output, rows: int) -> Output:
+    cut: dict[str, Any] = {name: tensor[:rows] for name, tensor in _tensors(output).items()}
+    return replace(output, **cut)

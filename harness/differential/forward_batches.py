@@ -1,0 +1,127 @@
+"""The batch a worker would hand a backend, and the same behind DP padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from harness.core.case import Mode
+from harness.differential.inputs import Requests
+from harness.differential.pool_state import Stage
+from harness.upstream.forward_batch_info import (
+    EagleDraftExtendInput,
+    EagleDraftInput,
+    EagleVerifyInput,
+    ForwardBatch,
+    ForwardMode,
+    SpecInput,
+)
+
+FORWARD_MODES = {
+    Mode.EXTEND: ForwardMode.EXTEND,
+    Mode.DECODE: ForwardMode.DECODE,
+    Mode.MULTI_STEP_DRAFT: ForwardMode.DECODE,
+    Mode.TARGET_VERIFY: ForwardMode.TARGET_VERIFY,
+    Mode.DRAFT_EXTEND: ForwardMode.DRAFT_EXTEND,
+    Mode.DRAFT_EXTEND_V2: ForwardMode.DRAFT_EXTEND_V2,
+    Mode.IDLE: ForwardMode.IDLE,
+}
+
+
+def make_batch(stage: Stage, requests: Requests, *, host_lengths: bool = False) -> ForwardBatch:
+    """The batch a worker would hand the backend for these requests; host mirrors only if asked."""
+    case, device = requests.case, stage.device
+    advanced = case.mode not in (Mode.TARGET_VERIFY, Mode.MULTI_STEP_DRAFT)
+    seq_lens = torch.tensor(case.total_lens if advanced else case.prefix_lens, dtype=torch.int64)
+    ranges = [torch.arange(s, e) for s, e in zip(case.prefix_lens, case.total_lens, strict=True)]
+    new_slots = requests.new_slots
+    if case.mode is Mode.MULTI_STEP_DRAFT:
+        new_slots = [list(step) for step in zip(*new_slots, strict=True)]
+    ragged = case.mode in (Mode.EXTEND, Mode.DRAFT_EXTEND)
+    return ForwardBatch(
+        forward_mode=FORWARD_MODES[case.mode],
+        batch_size=case.bs,
+        input_ids=_cat(requests.new_tokens, device),
+        positions=_cat(ranges, device),
+        req_pool_indices=torch.tensor(requests.req_pool_indices, dtype=torch.int64, device=device),
+        seq_lens=seq_lens.to(device),
+        out_cache_loc=_cat([torch.tensor(own, dtype=torch.int64) for own in new_slots], device),
+        req_to_token_pool=stage.req_to_token_pool,
+        token_to_kv_pool=stage.token_to_kv_pool,
+        seq_lens_cpu=seq_lens if host_lengths else None,
+        seq_lens_sum=int(seq_lens.sum()) if host_lengths else None,
+        extend_seq_lens=torch.tensor(case.q_lens, dtype=torch.int32, device=device)
+        if ragged
+        else None,
+        extend_seq_lens_cpu=list(case.q_lens) if ragged else None,
+        spec_info=_spec_info(stage, requests),
+    )
+
+
+def _cat(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    return torch.cat([torch.empty(0, dtype=torch.int64), *parts]).to(device)
+
+
+def _spec_info(stage: Stage, requests: Requests) -> SpecInput | None:
+    case, device = requests.case, stage.device
+    hidden = None
+    if requests.hidden_in is not None:
+        hidden = requests.hidden_in.to(device=device, dtype=getattr(torch, case.dtype))
+    match case.mode:
+        case Mode.MULTI_STEP_DRAFT:
+            first = torch.stack([tokens[0] for tokens in requests.new_tokens])[:, None].to(device)
+            return EagleDraftInput(
+                first, torch.ones_like(first, dtype=torch.float32), hidden, case.num_steps
+            )
+        case Mode.TARGET_VERIFY:
+            return EagleVerifyInput(_cat(requests.new_tokens, device), case.num_draft_tokens)
+        case Mode.DRAFT_EXTEND | Mode.DRAFT_EXTEND_V2:
+            v2 = case.mode is Mode.DRAFT_EXTEND_V2
+            return EagleDraftExtendInput(
+                hidden_states=hidden,
+                num_accept_tokens=torch.tensor(case.accept_lens, dtype=torch.int32, device=device),
+                num_accept_tokens_cpu=None if v2 else list(case.accept_lens),
+                num_tokens_per_req=case.num_draft_tokens if v2 else 0,
+            )
+        case _:
+            return None
+
+
+def pad_batch(batch: ForwardBatch, rows: int, width: int) -> ForwardBatch:
+    """The batch after DP padding: ``rows`` query tokens behind the planned ones.
+
+    Args:
+        batch: a planned batch.
+        rows: query tokens to add; not necessarily a multiple of ``width``.
+        width: query tokens a request in one forward.
+    """
+    requests = -(-rows // width)
+    spec, cache_loc = batch.spec_info, _longer(batch.out_cache_loc, rows)
+    if isinstance(spec, EagleDraftExtendInput) and spec.hidden_states is not None:
+        spec = replace(spec, hidden_states=_longer(spec.hidden_states, rows))
+    if isinstance(spec, EagleVerifyInput):
+        spec = replace(spec, draft_token=_longer(spec.draft_token, rows))
+    if isinstance(spec, EagleDraftInput):
+        steps = batch.out_cache_loc.view(-1, batch.batch_size)
+        cache_loc = torch.cat((steps, steps.new_zeros(len(steps), rows)), 1).flatten()
+        spec = replace(
+            spec,
+            topk_index=_longer(spec.topk_index, rows),
+            topk_p=_longer(spec.topk_p, rows),
+            hidden_states=None if spec.hidden_states is None else _longer(spec.hidden_states, rows),
+        )
+    return batch.with_changes(
+        batch_size=batch.batch_size + requests,
+        input_ids=_longer(batch.input_ids, rows),
+        positions=_longer(batch.positions, rows),
+        out_cache_loc=cache_loc,
+        req_pool_indices=_longer(batch.req_pool_indices, requests),
+        seq_lens=_longer(batch.seq_lens, requests),
+        spec_info=spec,
+    )
+
+
+def _longer(x: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.cat((x, x.new_zeros(count, *x.shape[1:])))

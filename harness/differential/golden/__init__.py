@@ -1,0 +1,25 @@
+"""Goldens: answers of the oracle on disk, with what they were computed from and by whom."""
+
+from __future__ import annotations
+
+from harness.differential.golden.golden_entry import (
+    Golden,
+    Identity,
+    Outcome,
+    Workflow,
+    digest,
+    digest_of_tensors,
+    summary,
+)
+from harness.differential.golden.store import GoldenStore
+
+__all__ = [
+    "Golden",
+    "GoldenStore",
+    "Identity",
+    "Outcome",
+    "Workflow",
+    "digest",
+    "digest_of_tensors",
+    "summary",
+]

@@ -1,0 +1,240 @@
+"""A case made concrete: tokens, weights, page layouts; plain tensors drawn from the case's seed."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from harness.core.case import Case, Family, Layout, Mode
+
+VOCAB = 96
+ROPE_THETA = 10_000.0
+
+
+@dataclass(frozen=True)
+class ProbeWeights:
+    """Weights of the probe model: each token has its own query, key and value in each layer.
+
+    L layers, V tokens, H query heads, K KV heads. All float32 holding values of the case's dtype.
+
+    Args:
+        q: [L, V, H, head_dim]; MLA: the absorbed part, head_dim = kv_lora_rank.
+        k: [L, V, K, head_dim]; MLA: the latent, K = 1.
+        v: [L, V, K, head_dim]; MLA: None, the latent again.
+        q_rope: [L, V, H, qk_rope_head_dim], MLA only.
+        k_rope: [L, V, 1, qk_rope_head_dim], MLA only.
+        sinks: [L, H] float32, or None.
+        lm_head: [L * H * head_dim, V].
+        scaling: softmax scale.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor | None
+    q_rope: torch.Tensor | None
+    k_rope: torch.Tensor | None
+    sinks: torch.Tensor | None
+    lm_head: torch.Tensor
+    scaling: float
+
+    @property
+    def hidden_size(self) -> int:
+        """L * H * head_dim."""
+        return self.lm_head.shape[0]
+
+
+@dataclass(frozen=True)
+class Requests:
+    """The requests of one case and where they live.
+
+    Args:
+        case: the row.
+        history: [prefix_len] int64 a request, committed token ids.
+        new_tokens: [q_len] int64 a request; in a multi-step draft only the first is fed, the
+            others are the draft's own.
+        hidden_in: [T, hidden] float32 holding values of the case's dtype, the hidden state before
+            each query token (draft modes); [bs, hidden] for a multi-step draft; else None.
+        req_pool_indices: row of the request-to-token table a request.
+        pages: pages of the full pool a request, in token order, enough for total_len and one more
+            round of draft tokens.
+    """
+
+    case: Case
+    history: tuple[torch.Tensor, ...]
+    new_tokens: tuple[torch.Tensor, ...]
+    hidden_in: torch.Tensor | None
+    req_pool_indices: tuple[int, ...]
+    pages: tuple[tuple[int, ...], ...]
+
+    def slots(self, request: int, start: int, stop: int) -> list[int]:
+        """KV slots of tokens start … stop - 1 of a request."""
+        size, pages = self.case.page_size, self.pages[request]
+        return [pages[t // size] * size + t % size for t in range(start, stop)]
+
+    @property
+    def new_slots(self) -> list[list[int]]:
+        """Slots a request that the forward writes."""
+        lens = zip(self.case.prefix_lens, self.case.total_lens, strict=True)
+        return [self.slots(i, start, stop) for i, (start, stop) in enumerate(lens)]
+
+
+@dataclass(frozen=True)
+class World:
+    """Everything a subject is built on: weights, and requests of one or more cases in one pool.
+
+    Args:
+        weights: of the probe model.
+        batches: requests of each case, sharing the pool without overlap.
+        num_pages: pages of the full pool, padding page 0 and never-used pages included.
+        swa_page_of: SWA page of each full page (a list over full pages, 0 where unmapped), or None.
+        num_swa_pages: pages of the SWA pool.
+        req_pool_size: rows of the request-to-token table.
+        stale_slots: garbage that fills req_to_token wherever no live token is.
+        watched: (request, position) in the first batch of the keys that outputs name; empty
+            where inputs are random.
+    """
+
+    weights: ProbeWeights
+    batches: tuple[Requests, ...]
+    num_pages: int
+    swa_page_of: tuple[int, ...] | None
+    num_swa_pages: int
+    req_pool_size: int
+    stale_slots: tuple[int, ...]
+    watched: tuple[tuple[int, int], ...] = ()
+
+
+def make_world(*cases: Case) -> World:
+    """Draw a world for cases of one geometry; the first one's seed decides everything."""
+    first = cases[0]
+    rng = random.Random(first.seed)
+    generator = torch.Generator().manual_seed(first.seed)
+    weights = _weights(first)
+    wanted = [_pages_wanted(case) for case in cases]
+    unused = 3
+    num_pages = 1 + sum(map(sum, wanted)) + unused
+    pages = _lay_out([n for batch in wanted for n in batch], num_pages, first.layout, rng)
+    req_pool_size = sum(case.bs for case in cases) + 3
+    rows = rng.sample(range(req_pool_size), sum(case.bs for case in cases))
+    batches = []
+    for case in cases:
+        own_pages, pages = pages[: case.bs], pages[case.bs :]
+        own_rows, rows = rows[: case.bs], rows[case.bs :]
+        batches.append(_requests(case, own_pages, own_rows, weights.hidden_size, generator))
+    swa_page_of = None
+    if first.window_left >= 0:
+        swa_page_of = _swa_mapping(batches, num_pages, rng)
+    used = {page for batch in batches for own in batch.pages for page in own}
+    idle = sorted(set(range(1, num_pages)) - used)
+    return World(
+        weights=weights,
+        batches=tuple(batches),
+        num_pages=num_pages,
+        swa_page_of=swa_page_of,
+        num_swa_pages=num_pages,
+        req_pool_size=req_pool_size,
+        stale_slots=tuple(page * first.page_size + 1 for page in idle),
+    )
+
+
+def _pages_wanted(case: Case) -> list[int]:
+    """Enough for a whole round, as a worker allocates before it knows what is accepted."""
+    lens = case.total_lens
+    if case.mode is Mode.DRAFT_EXTEND:
+        lens = tuple(prefix + case.num_draft_tokens for prefix in case.prefix_lens)
+    return [max(1, math.ceil(total / case.page_size)) for total in lens]
+
+
+def _lay_out(
+    wanted: Sequence[int], num_pages: int, layout: Layout, rng: random.Random
+) -> list[tuple[int, ...]]:
+    ids = list(range(1, num_pages))
+    if layout is Layout.SHUFFLED:
+        rng.shuffle(ids)
+    if layout is not Layout.INTERLEAVED:
+        starts = [sum(wanted[:i]) for i in range(len(wanted))]
+        return [tuple(ids[s : s + n]) for s, n in zip(starts, wanted, strict=True)]
+    taken: list[list[int]] = [[] for _ in wanted]
+    while any(len(own) < n for own, n in zip(taken, wanted, strict=True)):
+        for own, n in zip(taken, wanted, strict=True):
+            if len(own) < n:
+                own.append(ids.pop(0))
+    return [tuple(own) for own in taken]
+
+
+def _swa_mapping(
+    batches: Sequence[Requests], num_pages: int, rng: random.Random
+) -> tuple[int, ...]:
+    """Pages wholly left of every window are evicted (mapped to 0), the others are permuted."""
+    mapping = [0] * num_pages
+    targets = list(range(1, num_pages))
+    rng.shuffle(targets)
+    for batch in batches:
+        case = batch.case
+        for prefix, own in zip(case.prefix_lens, batch.pages, strict=True):
+            for j, page in enumerate(own):
+                if (j + 1) * case.page_size > prefix - case.window_left:
+                    mapping[page] = targets.pop()
+    return tuple(mapping)
+
+
+def _requests(
+    case: Case,
+    pages: Sequence[tuple[int, ...]],
+    rows: Sequence[int],
+    hidden_size: int,
+    generator: torch.Generator,
+) -> Requests:
+    def tokens(counts: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.randint(1, VOCAB, (n,), generator=generator) for n in counts)
+
+    rows_in = {
+        Mode.MULTI_STEP_DRAFT: case.bs,
+        Mode.DRAFT_EXTEND: case.num_tokens,
+        Mode.DRAFT_EXTEND_V2: case.num_tokens,
+    }.get(case.mode)
+    hidden_in = None
+    if rows_in is not None:
+        hidden_in = _rounded(torch.randn(rows_in, hidden_size, generator=generator), case)
+    return Requests(
+        case=case,
+        history=tokens(case.prefix_lens),
+        new_tokens=tokens(case.q_lens),
+        hidden_in=hidden_in,
+        req_pool_indices=tuple(rows),
+        pages=tuple(pages),
+    )
+
+
+def _rounded(x: torch.Tensor, case: Case) -> torch.Tensor:
+    return x.to(getattr(torch, case.dtype)).float()
+
+
+# Every trial of a row has the same weights, and trials of a row follow each other.
+@lru_cache(maxsize=1)
+def _weights(case: Case) -> ProbeWeights:
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    layers, heads = case.num_layers, case.num_q_heads
+    mla = case.family is Family.MLA
+    kv_heads, dim = (1, case.kv_lora_rank) if mla else (case.num_kv_heads, case.head_dim)
+    rope = case.qk_rope_head_dim if mla else 0
+
+    def table(*shape: int) -> torch.Tensor:
+        return _rounded(torch.randn(layers, VOCAB, *shape, generator=generator), case)
+
+    hidden = layers * heads * dim
+    return ProbeWeights(
+        q=table(heads, dim),
+        k=table(kv_heads, dim),
+        v=None if mla else table(kv_heads, dim),
+        q_rope=table(heads, rope) if mla else None,
+        k_rope=table(1, rope) if mla else None,
+        sinks=torch.randn(layers, heads, generator=generator) + 1 if case.sinks else None,
+        lm_head=_rounded(torch.randn(hidden, VOCAB, generator=generator) / hidden**0.5, case),
+        scaling=2.0 / math.sqrt(dim + rope),
+    )

@@ -1,0 +1,124 @@
+"""Well-kept memory: addresses, padding of static buffers, pools and the slots of a cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from harness.differential.invariants.classes import ACCOUNTING, INDEX_SPACE, LIFETIME, PADDING
+
+PADDING_SLOT = 0
+
+
+def frozen(holder: Any) -> dict[str, object]:
+    """What no replay may change: an object's scalars, and where and what its tensors are."""
+    return {
+        name: (value.data_ptr(), tuple(value.shape), value.dtype)
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in vars(holder).items()
+    }
+
+
+def check_frozen(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
+    """Two results of ``frozen``, or any two mappings from names to addresses, are the same."""
+    names = sorted(before.keys() | after.keys())
+    pairs = ((name, before.get(name), after.get(name)) for name in names)
+    return [f"{name} was {old}, is {new} [{LIFETIME}]" for name, old, new in pairs if old != new]
+
+
+def check_padding(
+    buffers: Mapping[str, torch.Tensor], pads: Mapping[str, float], rows: Mapping[str, int]
+) -> list[str]:
+    """Every element behind the real rows of a static buffer holds its declared pad.
+
+    Args:
+        buffers: name -> tensor whose first dimension is rows.
+        pads: name -> declared value.
+        rows: name -> real rows.
+    """
+    found = []
+    for name, buffer in buffers.items():
+        if name not in pads or name not in rows:
+            found.append(f"{name} declares no pad or no row count [{PADDING}]")
+            continue
+        tail = buffer[rows[name] :]
+        if not tail.numel():
+            continue
+        stale = (tail != pads[name]).reshape(tail.shape[0], -1).any(-1)
+        hit = stale.nonzero().flatten().tolist()
+        if hit:
+            where = f"{name}[{rows[name] + hit[0]}]"
+            found.append(f"{where} and {len(hit) - 1} more are not {pads[name]} [{PADDING}]")
+    return found
+
+
+def check_pool(
+    *,
+    available: int,
+    held: Iterable[Iterable[int]],
+    total: int,
+    what: str = "page",
+    padding: int | None = PADDING_SLOT,
+) -> list[str]:
+    """What is free and what is held make up the pool, and nothing is held twice.
+
+    Args:
+        available: how many the allocator says are free.
+        held: ids by holder.
+        total: how many there are, the padding one excluded.
+        what: "page" or "request row".
+        padding: the id nobody may hold, or None where there is none.
+    """
+    counts = Counter(item for holder in held for item in holder)
+    ids = range(total) if padding is None else range(padding, padding + total + 1)
+    found = [f"{what} {i} is held {n} times [{ACCOUNTING}]" for i, n in counts.items() if n > 1]
+    found += [f"{what} {i} is not in the pool [{INDEX_SPACE}]" for i in counts if i not in ids]
+    if padding is not None and padding in counts:
+        found.append(f"padding {what} {padding} is held [{PADDING}]")
+    if available + len(counts) != total:
+        found.append(f"{available} free + {len(counts)} held {what}s != {total} [{ACCOUNTING}]")
+    return found
+
+
+def check_writes(
+    before: Mapping[str, torch.Tensor],
+    after: Mapping[str, torch.Tensor],
+    slots: Mapping[str, Iterable[int]],
+    page_size: int,
+) -> list[str]:
+    """Exactly the expected slots of every cache buffer changed; the padding slot may.
+
+    Args:
+        before: name -> copy of a buffer [slots, …], poisoned where nothing was written yet.
+        after: the buffers.
+        slots: name -> slots that a forward had to write.
+        page_size: slots a page, to name the page.
+    """
+    found = []
+    for name, old in before.items():
+        if name not in after or name not in slots:
+            found.append(f"{name} has no expected slots or is gone [{INDEX_SPACE}]")
+            continue
+        changed = (_bits(old) != _bits(after[name])).any(-1).nonzero().flatten().tolist()
+        due = set(slots[name])
+        for said, wrong in (
+            ("was overwritten", set(changed) - due - {PADDING_SLOT}),
+            ("was not written", due - set(changed)),
+        ):
+            if wrong:
+                slot = min(wrong)
+                where = f"slot {slot} (page {slot // page_size}) and {len(wrong) - 1} more"
+                found.append(f"{name} {where}: {said} [{INDEX_SPACE}]")
+    return found
+
+
+def _bits(buffer: torch.Tensor) -> torch.Tensor:
+    """[slots, words of the widest kind that fits]; NaN equals itself here."""
+    rows = buffer.detach().contiguous().reshape(buffer.shape[0], -1)
+    words = (torch.int64, torch.int32, torch.int16)
+    size = rows.shape[1] * rows.element_size()
+    return rows.view(next((word for word in words if size % word.itemsize == 0), torch.uint8))

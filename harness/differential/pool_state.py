@@ -1,0 +1,166 @@
+"""A world on a device: pools with the history in place and poison everywhere else, and batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from harness.core.case import Case, Family, KVDtype
+from harness.differential.dense import dense_rows
+from harness.differential.inputs import Requests, World
+from harness.differential.traced_inputs import PADDING, UNOWNED, mark_row
+from harness.upstream.allocator import PADDING_SLOT, ReqToTokenPool
+from harness.upstream.memory_pool import KVPool, MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
+
+# Slots nobody owns hold NaN: whoever reads one shows it. The padding page is finite, because padded
+# rows do read it, and large, because real rows must not.
+PADDING_VALUE = 100.0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A world's pools on one device."""
+
+    world: World
+    req_to_token_pool: ReqToTokenPool
+    token_to_kv_pool: KVPool
+    device: torch.device
+
+    @property
+    def case(self) -> Case:
+        """The case under test; other batches of the world are its company."""
+        return self.world.batches[0].case
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Every cache buffer by name, [slots, …]."""
+        pool = self.token_to_kv_pool
+        if isinstance(pool, MLATokenToKVPool):
+            return {f"kv{i}": buffer for i, buffer in enumerate(pool.kv_buffer)}
+        parts = {"": pool} if isinstance(pool, MHATokenToKVPool) else _swa_parts(pool)
+        return {
+            f"{prefix}{name}{i}": buffer
+            for prefix, part in parts.items()
+            for name, buffers in (("k", part.k_buffer), ("v", part.v_buffer))
+            for i, buffer in enumerate(buffers)
+        }
+
+
+def _swa_parts(pool: SWAKVPool) -> dict[str, MHATokenToKVPool]:
+    return {"full.": pool.full_pool, "swa.": pool.swa_pool}
+
+
+def set_stage(world: World, device: torch.device | str = "cpu", unread: float = torch.nan) -> Stage:
+    """Allocate the pools, poison them, and write the request table and the history.
+
+    Args:
+        world: what to set up.
+        device: where.
+        unread: what slots hold that no query may see.
+    """
+    device = torch.device(device)
+    case = world.batches[0].case
+    table = ReqToTokenPool(world.req_pool_size, case.max_total_len + case.page_size, device)
+    stale = torch.tensor(world.stale_slots, dtype=torch.int32, device=device)
+    table.req_to_token.copy_(
+        stale[torch.arange(table.req_to_token.numel(), device=device) % len(stale)].view_as(
+            table.req_to_token
+        )
+    )
+    stage = Stage(world, table, _kv_pool(world, device), device)
+    for name, buffer in stage.buffers().items():
+        unowned, padding = torch.full((), unread), torch.full((), PADDING_VALUE)
+        if world.watched:
+            unowned, padding = (mark_row(world, name, mark) for mark in (UNOWNED, PADDING))
+        buffer.copy_(unowned.to(buffer.dtype).expand_as(buffer))
+        buffer[: case.page_size] = padding.to(device=device, dtype=buffer.dtype)
+    for requests in world.batches:
+        _write(stage, requests)
+    return stage
+
+
+def _kv_pool(world: World, device: torch.device) -> KVPool:
+    case = world.batches[0].case
+    auto = case.kv_dtype is KVDtype.AUTO
+    dtype = getattr(torch, case.dtype if auto else case.kv_dtype)
+    common = {"page_size": case.page_size, "dtype": dtype, "device": device}
+    if case.family is Family.MLA:
+        return MLATokenToKVPool(
+            num_pages=world.num_pages,
+            num_layers=case.num_layers,
+            kv_lora_rank=case.kv_lora_rank,
+            qk_rope_head_dim=case.qk_rope_head_dim,
+            **common,
+        )
+
+    def pool(num_pages: int, num_layers: int) -> MHATokenToKVPool:
+        return MHATokenToKVPool(
+            num_pages=num_pages,
+            num_layers=num_layers,
+            num_kv_heads=case.num_kv_heads,
+            head_dim=case.head_dim,
+            **common,
+        )
+
+    if world.swa_page_of is None:
+        return pool(world.num_pages, case.num_layers)
+    swa_layers = frozenset(range(1, case.num_layers, 2))
+    hybrid = SWAKVPool(
+        full_pool=pool(world.num_pages, case.num_layers - len(swa_layers)),
+        swa_pool=pool(world.num_swa_pages, len(swa_layers)),
+        swa_layer_ids=swa_layers,
+        num_layers=case.num_layers,
+    )
+    pages = torch.tensor(world.swa_page_of, device=device)
+    offsets = torch.arange(case.page_size, device=device)
+    slots = torch.where(pages[:, None] > 0, pages[:, None] * case.page_size + offsets, PADDING_SLOT)
+    hybrid.full_to_swa_index_mapping.copy_(slots.flatten())
+    return hybrid
+
+
+def _write(stage: Stage, requests: Requests) -> None:
+    """Point the table at every slot of a request and put its history there."""
+    case = requests.case
+    for i, row in enumerate(requests.req_pool_indices):
+        slots = requests.slots(i, 0, len(requests.pages[i]) * case.page_size)
+        table = stage.req_to_token_pool.req_to_token
+        table[row, : len(slots)] = torch.tensor(slots, dtype=torch.int32, device=stage.device)
+        write_kv(stage, requests, i, requests.history[i], start=0)
+
+
+def write_kv(
+    stage: Stage, requests: Requests, request: int, tokens: torch.Tensor, start: int
+) -> None:
+    """Put keys and values of tokens [n] at positions start … into the cache of a request."""
+    case = requests.case
+    positions = torch.arange(start, start + len(tokens))
+    rows = dense_rows(stage.world.weights, case, tokens, positions, queries=0)
+    slots = torch.tensor(requests.slots(request, start, start + len(tokens)), dtype=torch.int64)
+    pool = stage.token_to_kv_pool
+    for layer in range(case.num_layers):
+        k, v = rows.k[layer], rows.v[layer]
+        if isinstance(pool, MLATokenToKVPool):
+            _store(pool.kv_buffer[layer], slots, k.flatten(1), case.k_scale)
+            continue
+        part, index, where = _place(pool, layer, slots)
+        _store(part.k_buffer[index], where, k, case.k_scale)
+        _store(part.v_buffer[index], where, v, case.v_scale)
+
+
+def _place(
+    pool: MHATokenToKVPool | SWAKVPool, layer: int, slots: torch.Tensor
+) -> tuple[MHATokenToKVPool, int, torch.Tensor]:
+    if isinstance(pool, MHATokenToKVPool):
+        return pool, layer, slots
+    if layer % 2 == 0:
+        return pool.full_pool, layer // 2, slots
+    return pool.swa_pool, layer // 2, pool.full_to_swa_index_mapping.cpu()[slots]
+
+
+def _store(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, scale: float) -> None:
+    mapped = slots != PADDING_SLOT
+    slots, rows = slots[mapped], rows[mapped]
+    if buffer.element_size() == 1:
+        limit = torch.finfo(buffer.dtype).max
+        rows = (rows / scale).clamp(-limit, limit)
+    buffer[slots.to(buffer.device)] = rows.to(buffer.dtype).to(buffer.device)

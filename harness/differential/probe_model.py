@@ -1,0 +1,106 @@
+"""The probe: a model that is nothing but attention, so that an error points at attention."""
+
+from __future__ import annotations
+
+import torch
+
+from harness.core.case import Case, Family
+from harness.differential.inputs import ROPE_THETA, ProbeWeights
+from harness.upstream.base_attn_backend import AttentionLayer
+from harness.upstream.forward_batch_info import (
+    EagleDraftExtendInput,
+    EagleDraftInput,
+    ForwardBatch,
+    LogitsProcessorOutput,
+)
+
+
+class ProbeModel:
+    """Looks up query, key and value by token id, rotates them by position, attends in each layer.
+
+    Layers do not feed each other: the hidden state is their outputs side by side, plus half the
+    incoming hidden state where the phase has one.
+    """
+
+    def __init__(
+        self, weights: ProbeWeights, case: Case, device: torch.device | str = "cpu"
+    ) -> None:
+        dtype = getattr(torch, case.dtype)
+
+        def place(table: torch.Tensor) -> torch.Tensor:
+            return table.to(device=device, dtype=dtype)
+
+        self.q, self.k = place(weights.q), place(weights.k)
+        self.v = self.k if weights.v is None else place(weights.v)
+        self.rope = None
+        if weights.q_rope is not None and weights.k_rope is not None:
+            self.rope = place(weights.q_rope), place(weights.k_rope)
+        self.lm_head = weights.lm_head.to(device)
+        sinks = None if weights.sinks is None else weights.sinks.to(device)
+        self.layers = [
+            _layer(case, i, weights.scaling, None if sinks is None else sinks[i])
+            for i in range(case.num_layers)
+        ]
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch
+    ) -> LogitsProcessorOutput:
+        """Logits [T, V] float32 and hidden states [T, L * H * head_dim] of every query token."""
+        outputs = [self._attend(layer, input_ids, positions, batch) for layer in self.layers]
+        hidden = torch.cat(outputs, -1)
+        if isinstance(batch.spec_info, EagleDraftInput | EagleDraftExtendInput):
+            incoming = batch.spec_info.hidden_states
+            if incoming is not None:
+                hidden = hidden + incoming * 0.5
+        return LogitsProcessorOutput(
+            next_token_logits=hidden.float() @ self.lm_head, hidden_states=hidden
+        )
+
+    def _attend(
+        self,
+        layer: AttentionLayer,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        assert batch.attn_backend is not None
+        i = layer.layer_id
+        q, k = self.q[i][input_ids], self.k[i][input_ids]
+        if self.rope is not None:
+            q_rope, k_rope = (rotate(table[i][input_ids], positions) for table in self.rope)
+            return batch.attn_backend.forward(q, k, k, layer, batch, q_rope=q_rope, k_rope=k_rope)
+        # A slice of a fused projection, as real models hand it over: the query is not contiguous.
+        v = self.v[i][input_ids]
+        fused = torch.cat((rotate(q, positions), rotate(k, positions), v), 1)
+        q, k, v = fused.split((q.shape[1], k.shape[1], v.shape[1]), 1)
+        return batch.attn_backend.forward(q, k, v, layer, batch)
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Neox rotary embedding of x [T, heads, dim] at positions [T], rounded once to x's dtype.
+
+    In float64: a rounding flipped here would be amplified by an FP8 cast and blamed on attention.
+    """
+    half = x.shape[-1] // 2
+    exponent = torch.arange(half, device=x.device, dtype=torch.float64) / half
+    angle = positions[:, None, None].double() * ROPE_THETA**-exponent
+    low, high = x[..., :half].double(), x[..., half:].double()
+    turned = (low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin())
+    return torch.cat(turned, -1).to(x.dtype)
+
+
+def _layer(case: Case, layer_id: int, scaling: float, sinks: torch.Tensor | None) -> AttentionLayer:
+    mla = case.family is Family.MLA
+    windowed = layer_id % 2 == 1
+    return AttentionLayer(
+        layer_id=layer_id,
+        tp_q_head_num=case.num_q_heads,
+        tp_k_head_num=1 if mla else case.num_kv_heads,
+        head_dim=case.kv_lora_rank + case.qk_rope_head_dim if mla else case.head_dim,
+        v_head_dim=case.kv_lora_rank if mla else case.head_dim,
+        scaling=scaling,
+        sliding_window_size=case.window_left if windowed else -1,
+        k_scale=case.k_scale,
+        v_scale=case.v_scale,
+        sinks=sinks,
+    )

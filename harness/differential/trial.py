@@ -1,0 +1,102 @@
+"""One case on one subject, from the row to the record."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from harness.core.case import Case, Execution
+from harness.core.environment import environment
+from harness.core.record import Record, Verdict
+from harness.differential.compare import Comparison
+from harness.differential.diagnose import explain
+from harness.differential.forward import company, perform
+from harness.differential.judge import judge
+from harness.differential.traced_inputs import make_world
+from harness.errors import SpecgateError
+from harness.subjects import Subject
+
+# Outputs of attention that no invariant explains; the keys that were read may.
+UNEXPLAINED = {
+    (quantity, verdict)
+    for quantity in ("hidden_states", "logits")
+    for verdict in (Verdict.WRONG_NUMBERS, Verdict.NON_FINITE)
+}
+TEST = "suites/differential/test_cases.py::test_case"
+
+
+def run_trial(
+    case: Case, subject: Subject, execution: Execution, device: torch.device | str = "cpu"
+) -> Record:
+    """Refuse, or run and judge; never raises on what the subject does.
+
+    The message of a red record says which invariant broke, or which quantity is off and where and
+    which keys were read instead of which.
+    """
+    started = time.perf_counter()
+    reason = subject.refusal(case, execution, device)
+    if reason is not None:
+        return _record(case, subject, execution, device, Verdict.REFUSED, reason)
+    others = company(case) if execution is Execution.GRAPH else ()
+    try:
+        performance = perform(subject, make_world(case, *others), execution, device)
+        found = judge(performance, execution, subject.numerics(device))
+        bad = [comparison for comparison in found if not comparison.passed]
+        lines = [comparison.message for comparison in bad[:3]]
+        if bad and (bad[0].quantity, bad[0].verdict) in UNEXPLAINED:
+            lines.insert(0, explain(case, subject, execution, device, performance))
+    except (
+        SpecgateError,
+        RuntimeError,
+        IndexError,
+        ValueError,
+        TypeError,
+        AttributeError,
+    ) as error:
+        # A broken backend fails in its own way; the record keeps how.
+        message = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return _record(case, subject, execution, device, Verdict.ERROR, message)
+    return _record(
+        case,
+        subject,
+        execution,
+        device,
+        bad[0].verdict if bad else Verdict.PASSED,
+        "; ".join(lines),
+        found,
+        time.perf_counter() - started,
+    )
+
+
+def untried(
+    case: Case, subject: Subject, execution: Execution, device: torch.device | str = "cpu"
+) -> Record:
+    """The record of a trial that has not run: an error without a cause."""
+    return _record(case, subject, execution, device, Verdict.ERROR, "")
+
+
+def _record(
+    case: Case,
+    subject: Subject,
+    execution: Execution,
+    device: torch.device | str,
+    verdict: Verdict,
+    message: str,
+    found: list[Comparison] | None = None,
+    seconds: float = 0.0,
+) -> Record:
+    return Record(
+        case=case.id,
+        subject=subject.name,
+        family=case.family,
+        mode=case.mode,
+        execution=execution,
+        device=str(device),
+        verdict=verdict,
+        message=message,
+        quantities=tuple(c.to_quantity() for c in found or () if c.quantity != "invariant"),
+        seconds=seconds,
+        environment=environment(str(device)),
+        reproduce=f"pytest '{TEST}[{case.id}-{subject.name}-{execution}]'",
+    )

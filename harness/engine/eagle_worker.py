@@ -1,0 +1,206 @@
+"""The EAGLE worker, spec v1 and v2: draft, verify, accept, extend."""
+
+from __future__ import annotations
+
+import torch
+
+from harness.engine.acceptance import build_chain, fill_full_mask, verify_greedy
+from harness.engine.batch_builder import Batches
+from harness.engine.batch_state import Proposal, Round, State
+from harness.engine.draft_extend import DraftExtend
+from harness.engine.phases import EaglePhases
+from harness.engine.plan_stream import PlanStream, SameStream
+from harness.engine.prefill import Prefill
+from harness.engine.spec_config import Speculation, Version
+from harness.errors import UsageError, rejected
+from harness.upstream.allocator import ReqToTokenPool
+from harness.upstream.base_attn_backend import AttentionBackend, decide_needs_cpu_seq_lens
+from harness.upstream.forward_batch_info import (
+    EagleDraftInput,
+    EagleVerifyInput,
+    ForwardBatch,
+    ForwardMode,
+)
+from harness.upstream.memory_pool import KVPool
+
+
+class EagleWorker:
+    """Speculative greedy decoding over chains.
+
+    Args:
+        phases: its forwards.
+        speculation: how far it speculates.
+        req_to_token_pool: where tokens live; the draft shares it, slot for slot.
+        target_pool: the target's keys and values.
+        draft_pool: the draft's, with as many slots.
+        streams: the queues of an overlapping v2 worker, None to plan where it is due.
+        chunk_size: most prompt tokens a request and forward, None for whole prompts.
+
+    Raises:
+        UsageError: a plan stream under v1, steps without a draft phase, pools of unequal size.
+    """
+
+    def __init__(
+        self,
+        phases: EaglePhases,
+        speculation: Speculation,
+        req_to_token_pool: ReqToTokenPool,
+        target_pool: KVPool,
+        draft_pool: KVPool,
+        *,
+        streams: PlanStream | None = None,
+        chunk_size: int | None = None,
+    ) -> None:
+        _check(phases, speculation, target_pool, draft_pool, streams)
+        self.streams: PlanStream = streams or SameStream()
+        self.headroom = max(speculation.num_draft_tokens, speculation.num_steps)
+        self._overlap = streams is not None
+        self._phases = phases
+        self._speculation = speculation
+        self._target = Batches(req_to_token_pool, target_pool)
+        self._draft = Batches(req_to_token_pool, draft_pool)
+        self._mirror = decide_needs_cpu_seq_lens(phases.backends())
+        self._round = 0
+        self._extend = DraftExtend(
+            phases.draft_extend, self._draft, speculation.version, self._mirror
+        )
+        self.prefill = Prefill(
+            phases.target_extend,
+            self._target,
+            phases.draft_prefill,
+            self._draft,
+            chunk_size,
+            self._mirror,
+        )
+
+    def step(self, state: State) -> tuple[State, Round]:
+        """One round. Verify never depends on draft tokens for its metadata: it is planned first."""
+        streams, verify = self.streams, self._phases.target_verify
+        self._round += 1
+        now, then = f"state {self._round}", f"state {self._round + 1}"
+        batch = streams.main(
+            "lay out verify",
+            lambda: self._verify_batch(state),
+            reads=(now, "req_to_token"),
+            writes=("verify batch",),
+        )
+        streams.plan_waits()
+        streams.plan(
+            "plan verify",
+            lambda: verify.prepare(batch),
+            reads=("verify batch", "req_to_token"),
+            writes=("verify metadata",),
+        )
+        streams.main(
+            "draft",
+            lambda: self._write_chain(batch, state, self._drafts(state)),
+            reads=(now, "req_to_token"),
+            writes=("chain", "round metadata"),
+        )
+        streams.main_waits()
+        return streams.main(
+            "verify and extend",
+            lambda: self._verify_and_extend(batch, state),
+            reads=(
+                "chain",
+                "verify batch",
+                "verify metadata",
+                "round metadata",
+                "req_to_token",
+                now,
+            ),
+            writes=(then,),
+        )
+
+    def _verify_batch(self, state: State) -> ForwardBatch:
+        """A verify whose chain is still to be written."""
+        width = self._speculation.num_draft_tokens
+        chain = torch.zeros(state.bs * width, dtype=torch.int64, device=self._target.device)
+        spec = EagleVerifyInput(chain, width)
+        batch = self._target.uniform(ForwardMode.TARGET_VERIFY, state, chain, width, spec_info=spec)
+        # Eager kernels are causal by themselves; a graph reads whatever its backend allocated.
+        if self._phases.target_verify.graph_bs(batch) is not None:
+            buffers = self._verify_backend.get_verify_buffers_to_fill_after_draft()
+            spec.custom_mask, positions = buffers
+            if positions is not None:
+                batch.positions = positions[: state.bs * width].copy_(batch.positions)
+        return batch
+
+    def _drafts(self, state: State) -> torch.Tensor:
+        """[bs, num_steps] draft tokens."""
+        steps, proposal = self._speculation.num_steps, _required(state.proposal)
+        if self._phases.draft is None or steps == 1:
+            return proposal.topk_index
+        positions = self._draft.positions(state, steps - 1)
+        batch = self._draft.batch(
+            ForwardMode.DECODE,
+            rows=state.rows,
+            seq_lens=state.seq_lens,
+            ids=proposal.topk_index[:, 0],
+            positions=state.seq_lens,
+            slots=self._draft.slots(state.rows[:, None], positions).T.flatten(),
+            seq_lens_cpu=state.seq_lens_cpu,
+            spec_info=EagleDraftInput(
+                proposal.topk_index, proposal.topk_p, proposal.hidden_states, steps
+            ),
+        )
+        self._phases.draft.prepare(batch)
+        return self._phases.draft.run(batch).draft_tokens
+
+    def _write_chain(self, batch: ForwardBatch, state: State, drafts: torch.Tensor) -> None:
+        """Fill in place what the verify was laid out with."""
+        spec = batch.spec_info
+        assert isinstance(spec, EagleVerifyInput)
+        chain = build_chain(state.bonus, drafts, spec.draft_token_num)
+        spec.draft_token.copy_(chain.flatten())
+        if spec.custom_mask is not None:
+            fill_full_mask(spec.custom_mask, state.seq_lens, spec.draft_token_num)
+
+    def _verify_and_extend(self, batch: ForwardBatch, state: State) -> tuple[State, Round]:
+        verify, spec = self._phases.target_verify, batch.spec_info
+        assert isinstance(spec, EagleVerifyInput)
+        self._verify_backend.update_verify_buffers_to_fill_after_draft(spec, verify.graph_bs(batch))
+        output = verify.run(batch)
+        chain = spec.draft_token.view(state.bs, spec.draft_token_num)
+        accepted = verify_greedy(chain, output.next_token_logits)
+        seq_lens = state.seq_lens + accepted.accept_lens
+        proposal = self._extend(state, accepted, output.hidden_states)
+        after = State(state.rows, seq_lens, accepted.bonus, self._ahead(state, seq_lens), proposal)
+        return after, Round(accepted.accept_lens, accepted.predicted)
+
+    def _ahead(self, state: State, seq_lens: torch.Tensor) -> torch.Tensor | None:
+        """The host's idea of seq_lens; under overlap the round's outcome is not there yet."""
+        if not self._mirror:
+            return None
+        if self._overlap:
+            return state.seq_lens.cpu() + self._speculation.num_draft_tokens
+        return seq_lens.cpu()
+
+    @property
+    def _verify_backend(self) -> AttentionBackend:
+        backend = self._phases.target_verify.backend
+        assert isinstance(backend, AttentionBackend)
+        return backend
+
+
+def _required(proposal: Proposal | None) -> Proposal:
+    assert proposal is not None
+    return proposal
+
+
+def _check(
+    phases: EaglePhases,
+    speculation: Speculation,
+    target_pool: KVPool,
+    draft_pool: KVPool,
+    streams: PlanStream | None,
+) -> None:
+    if speculation.version is Version.V1 and streams is not None:
+        raise UsageError(rejected("streams", type(streams).__name__, "None under spec v1"))
+    if speculation.num_steps > 1 and phases.draft is None:
+        raise UsageError(rejected("phases.draft", None, "a phase where num_steps > 1"))
+    target, draft = ((p.num_pages, p.page_size) for p in (target_pool, draft_pool))
+    if target != draft:
+        raise UsageError(
+            rejected("draft pool (pages, page size)", draft, f"{target}, the target's")
+        )

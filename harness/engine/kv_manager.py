@@ -1,0 +1,108 @@
+"""What requests hold of the pools, and what a prefix cache keeps of it when they let go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from harness.engine.kv_lease import Lease, SlotTable
+from harness.engine.plan_stream import PlanStream
+from harness.engine.prefix_cache import PrefixCache
+from harness.engine.request import Request
+from harness.errors import CapacityError, UsageError, rejected
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """Who has the pages: free, cached and held ones are all there are.
+
+    Args:
+        total_pages: without the padding page.
+        free_pages: nobody's.
+        cached_pages: the prefix cache's.
+        held_pages: those that running requests do not share with it.
+        held_rows: requests that hold any.
+    """
+
+    total_pages: int
+    free_pages: int
+    cached_pages: int
+    held_pages: int
+    held_rows: int
+
+
+class Holdings:
+    """Leases of requests, begun with what a prefix cache knows of them.
+
+    Args:
+        slots: where leases come from.
+        streams: the queues that the request-to-token table is written from.
+        cache: over the slots' allocator; without one every prompt is computed whole.
+
+    Raises:
+        UsageError: a prefix cache is to share pages whose sliding windows have slots of their own.
+    """
+
+    def __init__(self, slots: SlotTable, streams: PlanStream, cache: PrefixCache | None) -> None:
+        if cache is not None and slots.swa_allocator is not None:
+            raise UsageError(rejected("prefix_cache", "one of a hybrid pool", "none for it"))
+        self._slots, self._streams, self._cache = slots, streams, cache
+
+    def admit(self, request: Request, headroom: int) -> None:
+        """Give a waiting request a lease for all its tokens and a round.
+
+        Raises:
+            CapacityError: rows or pages do not suffice; nothing has changed.
+        """
+        lease = self._slots.open()
+        prefix = self._cache.acquire(request.tokens) if self._cache else []
+        request.lease, request.prefix = lease, prefix
+        if prefix:
+            pages = [node.page for node in prefix]
+            self._write("share", lambda: self._slots.share(lease, pages))
+        try:
+            self.reserve(lease, len(request.tokens) - lease.committed + headroom)
+        except CapacityError:
+            self._let_go(request, lease, set())
+            raise
+
+    def reserve(self, lease: Lease, tokens: int) -> None:
+        """Pages for the committed tokens and so many more, evicting where that suffices.
+
+        Raises:
+            CapacityError: not even that suffices; nothing has changed.
+        """
+        if self._cache:
+            self._cache.make_room(self._slots.missing(lease, tokens))
+        self._write("reserve", lambda: self._slots.reserve(lease, tokens))
+
+    def give_back(self, request: Request) -> None:
+        """End a request's lease; its whole committed pages stay in the prefix cache."""
+        lease, kept = request.held, set[int]()
+        if self._cache:
+            kept = self._cache.insert(request.tokens, lease.committed, lease.pages)
+        self._let_go(request, lease, kept)
+
+    def clear(self) -> int:
+        """Forget every prefix that nobody reads; how many pages that gave back."""
+        return self._cache.clear() if self._cache else 0
+
+    def usage(self, running: Sequence[Request]) -> Usage:
+        """Who has the pages while these requests run."""
+        leases = [request.held for request in running]
+        return Usage(
+            total_pages=self._slots.allocator.num_pages - 1,
+            free_pages=self._slots.allocator.available_pages,
+            cached_pages=self._cache.pages if self._cache else 0,
+            held_pages=sum(len(lease.pages) - lease.shared for lease in leases),
+            held_rows=len(leases),
+        )
+
+    def _let_go(self, request: Request, lease: Lease, kept: set[int]) -> None:
+        if self._cache:
+            self._cache.release(request.prefix)
+        self._slots.release(lease, kept)
+        request.lease, request.prefix = None, []
+
+    def _write(self, name: str, write: Callable[[], None]) -> None:
+        self._streams.main(name, write, writes=("req_to_token",))

@@ -1,0 +1,217 @@
+"""From names to an engine: a pair of models on a subject's backends, eager or replayed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from harness.attention.round_plan import RoundPlan
+from harness.core.case import Family
+from harness.engine.eagle_worker import EagleWorker
+from harness.engine.kv_lease import SlotTable
+from harness.engine.models.config import DeepseekConfig, LlamaConfig
+from harness.engine.models.decoder_layer import Decoder
+from harness.engine.models.loader import Pair
+from harness.engine.phases import (
+    EaglePhases,
+    GraphPhase,
+    Phase,
+    PlainPhases,
+    draft_phase,
+    model_phase,
+)
+from harness.engine.plan_stream import PlanStream
+from harness.engine.prefix_cache import PrefixCache
+from harness.engine.scheduler import Engine
+from harness.engine.spec_config import Speculation, Version
+from harness.engine.target_only_worker import PlainWorker
+from harness.errors import UsageError, rejected
+from harness.graphs.draft_runner import DraftRunner
+from harness.graphs.runner import GraphFactory
+from harness.graphs.target_verify_runner import TargetVerifyRunner
+from harness.kernels.registry import new_graph, new_provider
+from harness.subjects import Subject
+from harness.upstream.allocator import PagedAllocator, ReqToTokenPool
+from harness.upstream.forward_batch_info import ForwardMode, LogitsProcessorOutput
+from harness.upstream.memory_pool import KVPool, MHATokenToKVPool, MLATokenToKVPool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """How much an engine holds.
+
+    Args:
+        page_size: tokens a page.
+        num_pages: pages of each pool, the padding page included.
+        max_bs: most requests at a time.
+        max_context_len: most tokens of a prompt and its generation.
+        capture_bs: batch sizes with a graph; larger batches run eagerly. Empty for no graphs.
+    """
+
+    page_size: int
+    num_pages: int
+    max_bs: int
+    max_context_len: int
+    capture_bs: tuple[int, ...] = ()
+
+
+class Rigging:
+    """Pools, backends and phases of one engine; `engine` puts them together.
+
+    Args:
+        pair: target and draft; their dtype and device are the pools'.
+        subject: backend and kernel.
+        speculation: how far to speculate, None for plain greedy decoding.
+        room: how much to hold.
+        graph: makes the graphs, by default those of the pair's device.
+
+    Raises:
+        UsageError: the pair is of another attention family than the subject.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        subject: Subject,
+        speculation: Speculation | None,
+        room: Room,
+        graph: GraphFactory | None = None,
+    ) -> None:
+        family = family_of(pair.target)
+        if family is not subject.family:
+            raise UsageError(rejected("subject", subject.name, f"one of family {family}"))
+        self._pair, self._subject, self._room = pair, subject, room
+        self._device, self._dtype = pair.target.lm_head.device, pair.target.lm_head.dtype
+        self._speculation, self._graph = speculation, graph or new_graph(self._device)
+        headroom = 1
+        if speculation is not None:
+            headroom = max(speculation.num_draft_tokens, speculation.num_steps)
+        self._table = ReqToTokenPool(room.max_bs, room.max_context_len + headroom, self._device)
+        self.target_pool, self.draft_pool = self._pool(pair.target), self._pool(pair.draft)
+        self.slots = SlotTable(
+            self._table, PagedAllocator(room.num_pages, room.page_size), self.target_pool
+        )
+
+    def engine(self, streams: PlanStream | None = None, *, prefix_cache: bool = False) -> Engine:
+        """The engine; with streams, v2 overlaps; with a prefix cache, later prompts share pages."""
+        room, spec = self._room, self._speculation
+        worker = self._plain() if spec is None else self._eagle(spec, streams)
+        return Engine(
+            worker,
+            self.slots,
+            max_bs=room.max_bs,
+            max_context_len=room.max_context_len,
+            prefix_cache=PrefixCache(self.slots.allocator) if prefix_cache else None,
+        )
+
+    def _plain(self) -> PlainWorker:
+        target = self._backend(self._subject.backend, self.target_pool)
+        extend = model_phase(self._pair.target, target)
+        decode: Phase[LogitsProcessorOutput] = extend
+        if self._room.capture_bs:
+            decode = self._replayed(
+                TargetVerifyRunner, extend, self.target_pool, ForwardMode.DECODE, 1
+            )
+        return PlainWorker(PlainPhases(extend=extend, decode=decode), self._table, self.target_pool)
+
+    def _eagle(self, spec: Speculation, streams: PlanStream | None) -> EagleWorker:
+        phases = self._phases(spec)
+        if self._room.capture_bs:
+            phases = self._captured(phases, spec)
+        return EagleWorker(
+            phases, spec, self._table, self.target_pool, self.draft_pool, streams=streams
+        )
+
+    def _phases(self, spec: Speculation) -> EaglePhases:
+        pair, subject, pool = self._pair, self._subject, self.draft_pool
+        shared = self._round_plan(spec)
+        target = model_phase(pair.target, self._backend(subject.backend, self.target_pool, shared))
+        draft = None
+        if spec.num_steps > 1:
+            draft = draft_phase(pair.draft, self._backend(subject.draft_backend, pool, shared))
+        return EaglePhases(
+            target_extend=target,
+            target_verify=target,
+            draft_prefill=model_phase(pair.draft, self._backend(subject.backend, pool)),
+            draft=draft,
+            draft_extend=model_phase(pair.draft, self._backend(subject.backend, pool, shared)),
+        )
+
+    def _round_plan(self, spec: Speculation) -> RoundPlan | None:
+        """What captured phases of a v2 round share; v1 extends by what was accepted."""
+        shares = spec.version is Version.V2 and spec.num_steps > 1 and self._room.capture_bs
+        if not shares or not self._subject.backend.shares_rounds:
+            return None
+        return RoundPlan(
+            speculative_num_steps=spec.num_steps, num_draft_tokens=spec.num_draft_tokens
+        )
+
+    def _captured(self, phases: EaglePhases, spec: Speculation) -> EaglePhases:
+        extend = (self._subject.draft_extend_runner, phases.draft_extend, self.draft_pool)
+        verify = (TargetVerifyRunner, phases.target_verify, self.target_pool)
+        v1, width = spec.version is Version.V1, spec.num_draft_tokens
+        mode = ForwardMode.DRAFT_EXTEND if v1 else ForwardMode.DRAFT_EXTEND_V2
+        draft = phases.draft and self._replayed(
+            DraftRunner, phases.draft, self.draft_pool, ForwardMode.DECODE, spec.num_steps - 1
+        )
+        return replace(
+            phases,
+            target_verify=self._replayed(*verify, ForwardMode.TARGET_VERIFY, width),
+            draft=draft,
+            draft_extend=self._replayed(*extend, mode, width),
+        )
+
+    def _backend(self, kind: Any, pool: KVPool, shared: RoundPlan | None = None) -> Any:
+        spec = self._speculation
+        return kind(
+            provider=new_provider(self._subject.family, self._subject.capability, self._device),
+            req_to_token_pool=self._table,
+            token_to_kv_pool=pool,
+            max_context_len=self._room.max_context_len,
+            num_draft_tokens=spec.num_draft_tokens if spec else 0,
+            speculative_num_steps=spec.num_steps if spec else 0,
+            device=self._device,
+            round_plan=shared,
+        )
+
+    def _replayed(
+        self, kind: Any, phase: Any, pool: KVPool, mode: ForwardMode, width: int
+    ) -> GraphPhase[Any]:
+        """The phase behind a captured runner; the target reads no hidden states."""
+        hidden = None if kind is TargetVerifyRunner else self._pair.draft.config.hidden_size
+        runner = kind(
+            forward=phase.forward,
+            attn_backend=phase.backend,
+            new_graph=self._graph,
+            capture_bs=self._room.capture_bs,
+            req_to_token_pool=self._table,
+            token_to_kv_pool=pool,
+            mode=mode,
+            num_tokens_per_req=width,
+            hidden_size=hidden,
+            hidden_dtype=self._dtype,
+            device=self._device,
+        )
+        runner.capture()
+        return GraphPhase(phase, runner)
+
+    def _pool(self, model: Decoder) -> KVPool:
+        config, room = model.config, self._room
+        common: dict[str, Any] = {
+            "num_pages": room.num_pages,
+            "page_size": room.page_size,
+            "num_layers": len(model.layers),
+            "dtype": self._dtype,
+            "device": self._device,
+        }
+        if isinstance(config, LlamaConfig):
+            heads, size = config.num_key_value_heads, config.head_dim
+            return MHATokenToKVPool(**common, num_kv_heads=heads, head_dim=size)
+        assert isinstance(config, DeepseekConfig)
+        rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
+        return MLATokenToKVPool(**common, kv_lora_rank=rank, qk_rope_head_dim=rope)
+
+
+def family_of(model: Decoder) -> Family:
+    """The attention family a model's layers need."""
+    return Family.MLA if isinstance(model.config, DeepseekConfig) else Family.MHA

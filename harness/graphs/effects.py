@@ -1,0 +1,162 @@
+"""What a region of code does besides computing: host reads, operations, bytes, moved addresses."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.errors import UsageError, rejected
+from harness.graphs.gpu_profile import Activity, Row, tally
+from harness.graphs.host_syncs import (
+    MACHINERY,
+    HostReadCalls,
+    Kwargs,
+    asking_line,
+    dispatched_read,
+    storage_key,
+    tensors_in,
+)
+
+MACHINERY.add(__file__)
+SYNCHRONISED = "called a synchronizing CUDA operation"
+
+
+@dataclass
+class Effects:
+    """What was seen, filled while the region runs.
+
+    Attributes:
+        host_reads: ``operation at file:line`` of each, in order.
+        operations: how often each operation was dispatched (CPU) or kernel launched (CUDA).
+        bytes_allocated: of the storages that the region's operations created.
+        activity: what the GPU was asked to do and did; empty on the CPU.
+    """
+
+    host_reads: list[str] = field(default_factory=list)
+    operations: Counter[str] = field(default_factory=Counter)
+    bytes_allocated: int = 0
+    activity: Activity = field(default_factory=Activity)
+
+    def count(self, word: str) -> int:
+        """Operations whose name contains ``word``."""
+        return sum(times for name, times in self.operations.items() if word in name)
+
+
+class AddressLedger:
+    """Where tensors lay when they were entered, by name; it keeps them alive."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[str, torch.Tensor, int]] = []
+
+    def enter(self, name: str, tensor: torch.Tensor) -> None:
+        """Note the present address of ``tensor``."""
+        self._entries.append((name, tensor, tensor.data_ptr()))
+
+    def moved(self) -> list[str]:
+        """Names of the tensors whose memory is no longer where it was, freed ones included."""
+        return [name for name, tensor, address in self._entries if tensor.data_ptr() != address]
+
+
+class _Observer(TorchDispatchMode):
+    def __init__(self, effects: Effects, calls: HostReadCalls) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._effects = effects
+        self._calls = calls
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._calls.reporting and dispatched_read(func, args, kwargs):
+            self._effects.host_reads.append(f"{func} at {asking_line()}")
+        result = func(*args, **kwargs)
+        self._effects.operations[str(func)] += 1
+        given = {storage_key(tensor) for tensor in tensors_in((args, tuple(kwargs.values())))}
+        fresh = {storage_key(t): t for t in tensors_in(result) if storage_key(t) not in given}
+        self._effects.bytes_allocated += sum(t.untyped_storage().nbytes() for t in fresh.values())
+        return result
+
+
+@contextmanager
+def observe(device: torch.device | str = "cpu") -> Iterator[Effects]:
+    """Watch what the calling thread does inside the ``with``; other threads are not seen.
+
+    On the CPU host reads are recognised as the tape recognises them, and a replayed tape counts as
+    the operations it recorded. On CUDA host reads are torch's synchronisation warnings with their
+    lines and, without one, copies to the host; operations are executed kernels, wherever they were
+    launched, and bytes are the allocator's.
+
+    Raises:
+        UsageError: a device that is neither.
+    """
+    kind = torch.device(device).type
+    if kind not in ("cpu", "cuda"):
+        raise UsageError(rejected("device", device, "a cpu or a cuda device"))
+    effects = Effects()
+    with _on_cpu(effects) if kind == "cpu" else _on_cuda(effects, device):
+        yield effects
+
+
+@contextmanager
+def _on_cpu(effects: Effects) -> Iterator[None]:
+    calls = HostReadCalls(lambda name: effects.host_reads.append(f"{name} at {asking_line()}"))
+    with calls, _Observer(effects, calls):
+        yield
+
+
+@contextmanager
+def _on_cuda(effects: Effects, device: torch.device | str) -> Iterator[None]:  # pragma: no cover
+    from torch.profiler import ProfilerActivity, profile
+
+    stats = "allocated_bytes.all.allocated"
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_stats(device)[stats]
+    mode = torch.cuda.get_sync_debug_mode()
+    trace = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
+    with trace, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+            effects.bytes_allocated = torch.cuda.memory_stats(device)[stats] - before
+            torch.cuda.synchronize(device)
+    effects.activity = tally(
+        Row(event.name, event.device_type == DeviceType.CUDA, event.id) for event in trace.events()
+    )
+    effects.operations.update(effects.activity.kernels)
+    effects.host_reads += waits_told(told, effects.activity)
+
+
+@contextmanager
+def waits_refused() -> Iterator[None]:  # pragma: no cover
+    """Let every wait for a CUDA device that torch knows of raise, where it happens."""
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        # Torch calls this a prototype, once.
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def waits_told(told: Sequence[warnings.WarningMessage], activity: Activity) -> list[str]:
+    """Host reads: what torch warned of, and copies to the host that it did not warn of."""
+    lines = [
+        f"synchronisation at {warning.filename}:{warning.lineno}"
+        for warning in told
+        if SYNCHRONISED in str(warning.message)
+    ]
+    unseen = max(activity.copies["DtoH"], activity.waits.total()) - len(lines)
+    return lines + ["a copy to the host or a wait that torch does not warn of"] * unseen

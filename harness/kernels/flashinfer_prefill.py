@@ -1,0 +1,74 @@
+"""The context entry of FlashInfer's paged prefill."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Unpack
+
+import torch
+
+from harness.errors import CaptureViolation
+from harness.kernels.checked import Ragged, finished
+from harness.kernels.flashinfer_plan import KERNEL, Geometry, Plan
+from harness.kernels.paged_kv import is_readable
+from harness.kernels.ragged import places, zero_behind
+
+
+class PagedPrefill:
+    """The context entry of a provider.
+
+    Plans are kept as long as the provider, because captured graphs read their buffers.
+
+    Args:
+        device: with its index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._plans: dict[Geometry, Plan] = {}
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        *,
+        window_left: int,
+        sinks: torch.Tensor | None,
+        **call: Unpack[Ragged],
+    ) -> torch.Tensor:
+        """See ``Provider.context``.
+
+        Raises:
+            CaptureViolation: the geometry is first seen while a CUDA graph is captured.
+        """
+        cu_seqlens_q, tables = call["cu_seqlens_q"], call["block_tables"]
+        geometry = Geometry(
+            batch_size=tables.shape[0],
+            max_q_len=call["max_q_len"],
+            table_width=tables.shape[1],
+            page_size=k_cache.shape[1],
+            q_heads=q.shape[1],
+            kv_heads=k_cache.shape[2],
+            head_dim=q.shape[2],
+            q_dtype=q.dtype,
+            kv_dtype=k_cache.dtype,
+            window_left=window_left,
+            has_sinks=sinks is not None,
+        )
+        plan = self._plan(geometry, q)
+        plan.fill(cu_seqlens_q, call["seq_lens"], tables)
+        padded = plan.run(q, k_cache, v_cache, call["bmm1_scale"], sinks)
+        request, index = places(cu_seqlens_q, q.shape[0])
+        row = (request * geometry.max_q_len + index).clamp_max(geometry.rows - 1)
+        out = zero_behind(padded[row], cu_seqlens_q)
+        return finished(out, call["bmm2_scale"], call["out_dtype"])
+
+    def _plan(self, geometry: Geometry, q: torch.Tensor) -> Plan:
+        found = self._plans.get(geometry)
+        if found is None:
+            if not is_readable(q):
+                asked = ", ".join(f"{f.name} {getattr(geometry, f.name)}" for f in fields(geometry))
+                raise CaptureViolation(f"{KERNEL} is planned during capture, not before: {asked}")
+            found = self._plans[geometry] = Plan(geometry, self._device)
+        return found

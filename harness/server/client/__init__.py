@@ -1,0 +1,1 @@
+"""Clients of sglang's and vLLM's HTTP interfaces."""

@@ -1,0 +1,200 @@
+"""A client of sglang's HTTP interface: requests, streams and what the server says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import requests
+from requests.adapters import HTTPAdapter
+
+from harness.errors import ServerError
+from harness.server.client.sse import SNIPPET, events
+
+HEALTH_S = 5.0
+POOL = 256
+"""Connections kept open, so that none of as many threads waits or opens one anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a server made of one prompt; counts are those of ``meta_info``.
+
+    Args:
+        output_ids: the tokens generated.
+        text: the same, decoded by the server.
+        prompt_tokens, completion_tokens, cached_tokens: counted by the server.
+        spec_verify_ct: verify steps, 0 without speculation.
+        finish_reason: such as "length"; empty in the middle of a stream.
+    """
+
+    output_ids: tuple[int, ...]
+    text: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    spec_verify_ct: int
+    finish_reason: str
+
+    @classmethod
+    def parse(cls, body: Any) -> Answer:
+        """From one element of an answer of ``/generate``.
+
+        Raises:
+            ServerError: it is none.
+        """
+        try:
+            meta = body["meta_info"]
+            return cls(
+                output_ids=tuple(body["output_ids"]),
+                text=body["text"],
+                prompt_tokens=meta["prompt_tokens"],
+                completion_tokens=meta["completion_tokens"],
+                cached_tokens=meta["cached_tokens"],
+                spec_verify_ct=meta.get("spec_verify_ct") or 0,
+                finish_reason=(meta["finish_reason"] or {}).get("type", ""),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ServerError(f"no answer of /generate: {str(body)[:SNIPPET]}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A piece of a stream; its answer is everything so far.
+
+    Args:
+        answer: cumulative.
+        at: when it was received, seconds of ``time.perf_counter``.
+    """
+
+    answer: Answer
+    at: float
+
+
+class Client:
+    """Speaks to one server.
+
+    Args:
+        base_url: such as "http://127.0.0.1:30000".
+        api_key: sent as a bearer token, if there is one.
+        timeout_s: without a byte from the server.
+    """
+
+    path: ClassVar[str] = "/generate"
+    flush_path: ClassVar[str] = "/flush_cache"
+
+    def __init__(
+        self, base_url: str, *, api_key: str | None = None, timeout_s: float = 60.0
+    ) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._timeout_s = timeout_s
+        self._session = requests.Session()
+        for scheme in ("http://", "https://"):
+            self._session.mount(scheme, HTTPAdapter(pool_maxsize=POOL))
+        if api_key:
+            self._session.headers["Authorization"] = f"Bearer {api_key}"
+
+    def health(self) -> bool:
+        """Whether the server says that it is well."""
+        return bool(self._status("/health") == requests.codes.ok)
+
+    def answers(self) -> bool:
+        """Whether the server answers at all, whatever it says."""
+        return self._status("/v1/models") is not None
+
+    def _status(self, path: str) -> int | None:
+        try:
+            return self._session.get(self.base_url + path, timeout=HEALTH_S).status_code
+        except requests.RequestException:
+            return None
+
+    def server_info(self) -> dict[str, Any]:
+        """What ``/server_info`` says."""
+        return dict(self._call("GET", "/server_info").json())
+
+    def cache_shape(self) -> tuple[int, int]:
+        """Tokens a page of the prefix cache, and how many workers have one of their own."""
+        info = self.server_info()
+        return info.get("page_size") or 1, info.get("dp_size") or 1
+
+    def models(self) -> list[str]:
+        """Ids of ``/v1/models``."""
+        return [model["id"] for model in self._call("GET", "/v1/models").json()["data"]]
+
+    def owner(self) -> str:
+        """What the server is, as its list of models tells: "sglang", "vllm", ..."""
+        return str(self._call("GET", "/v1/models").json()["data"][0].get("owned_by"))
+
+    def slow_down(self, seconds: float | None) -> None:
+        """Let sglang sleep before every forward, None to stop: a planted slowdown."""
+        self._call("POST", "/slow_down", {"forward_sleep_time": seconds})
+
+    def abort(self, rid: str | None) -> None:
+        """Abort the request of this id, None for all."""
+        self._call("POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
+
+    def generate(
+        self,
+        input_ids: Sequence[int],
+        max_new_tokens: int,
+        *,
+        ignore_eos: bool = True,
+        worker: int | None = None,
+    ) -> Answer:
+        """Greedy continuation of a prompt, by one of several data-parallel workers if named.
+
+        Raises:
+            ServerError: the server refused, answered with an error, or could not be reached.
+        """
+        body = _body(list(input_ids), max_new_tokens, ignore_eos)
+        if worker is not None:
+            body["routed_dp_rank"] = worker
+        return Answer.parse(self._json(body))
+
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, ignore_eos: bool = True
+    ) -> list[Answer]:
+        """The same of several prompts in one request."""
+        body = _body([list(prompt) for prompt in prompts], max_new_tokens, ignore_eos)
+        return [Answer.parse(part) for part in self._json(body)]
+
+    def stream(
+        self, input_ids: Sequence[int], max_new_tokens: int, *, ignore_eos: bool = True
+    ) -> Iterator[Chunk]:
+        """Chunks of a continuation as they come; closing the iterator disconnects.
+
+        Raises:
+            ServerError: as in ``generate``, or the stream ended before it was done.
+        """
+        body = _body(list(input_ids), max_new_tokens, ignore_eos) | {"stream": True}
+        with self._call("POST", self.path, body, stream=True) as answer:
+            for at, event in events(answer):
+                yield Chunk(answer=Answer.parse(event), at=at)
+
+    def _json(self, body: dict[str, Any]) -> Any:
+        answer = self._call("POST", self.path, body)
+        try:
+            return answer.json()
+        except requests.JSONDecodeError as error:
+            raise ServerError(f"no answer of {self.path}: {answer.text[:SNIPPET]}") from error
+
+    def _call(
+        self, method: str, path: str, body: Any = None, *, stream: bool = False
+    ) -> requests.Response:
+        url = self.base_url + path
+        try:
+            answer = self._session.request(
+                method, url, json=body, timeout=self._timeout_s, stream=stream
+            )
+            if answer.status_code == requests.codes.ok:
+                return answer
+            text = answer.text[:SNIPPET]
+        except requests.RequestException as error:
+            raise ServerError(f"{url}: {error}") from error
+        raise ServerError(f"{url}: {answer.status_code}: {text}", answer.status_code)
+
+
+def _body(input_ids: Any, max_new_tokens: int, ignore_eos: bool) -> dict[str, Any]:
+    sampling = {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": ignore_eos}
+    return {"input_ids": input_ids, "sampling_params": sampling}

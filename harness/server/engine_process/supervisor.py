@@ -1,0 +1,232 @@
+"""The HTTP process's side of an engine: starts its process, speaks to it, starts it again."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import multiprocessing
+import threading
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from harness.server.engine_process import entry
+from harness.server.engine_process.messages import (
+    Abort,
+    Ask,
+    Command,
+    Event,
+    Options,
+    Ready,
+    Rejection,
+    Reply,
+    SlowDown,
+    Step,
+    Submit,
+)
+from harness.server.http.service import FlushRefused, Overloaded, Progress, Refused, WorkerLost
+
+MOST_REQUESTS = 1024
+FLUSH_POLL_S = 0.02
+RESTART_S = 0.5
+"""Before another start, so that an engine that cannot start does not eat the machine."""
+STOP_S = 5.0
+
+
+class Supervisor:
+    """An engine in a process of its own; implements ``harness.server.http.service.Service``.
+
+    Args:
+        options: what the engine serves.
+
+    Attributes:
+        cannot_start: its first process ended before it was ready; there will be no other.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._tokenizer = Tokenizer.from_file(
+            str(options.models / options.pair / "target" / "tokenizer.json")
+        )
+        self._context = multiprocessing.get_context("spawn")
+        self._requests: dict[str, asyncio.Queue[Progress | Exception]] = {}
+        self._questions: dict[int, asyncio.Future[Reply]] = {}
+        self._tickets = itertools.count()
+        self._flushing = self._closing = self._was_ready = False
+        self.cannot_start = False
+        self._ready = asyncio.Event()
+        self._restarts = 0
+
+    @property
+    def healthy(self) -> bool:
+        """Whether its process takes requests."""
+        return self._ready.is_set()
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Its options, and how often its process was started again."""
+        options = asdict(self._options)
+        del options["models"]
+        pid = self._process.pid if self.healthy else None
+        return options | {"engine": "specgate", "worker_pid": pid, "restarts": self._restarts}
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text."""
+        return list(self._tokenizer.encode(text).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of tokens."""
+        return str(self._tokenizer.decode(list(ids)))
+
+    async def start(self) -> None:
+        """Start the process; it may not be ready yet."""
+        self._loop = asyncio.get_running_loop()
+        self._pipe, theirs = self._context.Pipe()
+        self._process = self._context.Process(
+            target=entry.run, args=(theirs, self._options), daemon=True, name="specgate engine"
+        )
+        self._process.start()
+        theirs.close()
+        threading.Thread(target=self._listen, args=(self._pipe,), daemon=True).start()
+
+    async def stop(self) -> None:
+        """Stop the process and fail what it has not answered."""
+        self._closing = True
+        self._process.terminate()
+        await asyncio.to_thread(self._process.join, STOP_S)
+
+    async def generate(
+        self,
+        rid: str,
+        input_ids: Sequence[int],
+        max_new_tokens: int,
+        *,
+        ignore_eos: bool,
+        stream: bool,
+    ) -> AsyncGenerator[Progress, None]:
+        """As ``Service`` says."""
+        self._require_ready()
+        if rid in self._requests:
+            raise Refused(f"rid = {rid!r} is not accepted; accepted: one that is not in use")
+        if len(self._requests) >= MOST_REQUESTS:
+            raise Overloaded(f"{MOST_REQUESTS} requests are being served already")
+        queue = self._requests[rid] = asyncio.Queue()
+        try:
+            self._send(Submit(rid, tuple(input_ids), max_new_tokens, ignore_eos, stream))
+            while True:
+                found = await queue.get()
+                if isinstance(found, Exception):
+                    raise found
+                yield found
+                if found.finish_reason:
+                    return
+        finally:
+            if self._requests.pop(rid, None) is not None and self.healthy:
+                self._send(Abort(rid))
+
+    def abort(self, rid: str) -> bool:
+        """As ``Service`` says; the request is answered with the reason "abort"."""
+        known = rid in self._requests
+        if known and self.healthy:
+            self._send(Abort(rid))
+        return known
+
+    def abort_all(self) -> None:
+        """As ``Service`` says."""
+        for rid in [*self._requests]:
+            self.abort(rid)
+
+    def slow_down(self, seconds: float) -> None:
+        """As ``Service`` says; a process that is started again does not sleep."""
+        self._require_ready()
+        self._send(SlowDown(seconds))
+
+    async def flush(self, timeout_s: float) -> int:
+        """As ``Service`` says."""
+        if self._flushing:
+            raise FlushRefused("another flush is pending")
+        self._flushing = True
+        deadline = self._loop.time() + timeout_s
+        try:
+            while True:
+                reply = await self._ask("flush")
+                if not reply.error:
+                    return int(reply.value)
+                if self._loop.time() >= deadline:
+                    raise FlushRefused(reply.error)
+                await asyncio.sleep(FLUSH_POLL_S)
+        finally:
+            self._flushing = False
+
+    async def state(self) -> dict[str, Any]:
+        """As ``Service`` says."""
+        return dict((await self._ask("state")).value)
+
+    async def _ask(self, verb: str) -> Reply:
+        self._require_ready()
+        ticket = next(self._tickets)
+        future = self._questions[ticket] = self._loop.create_future()
+        try:
+            self._send(Ask(ticket, verb))
+            reply: Reply = await future
+            return reply
+        finally:
+            del self._questions[ticket]
+
+    def _require_ready(self) -> None:
+        if not self.healthy:
+            raise WorkerLost("the engine's process is starting or was lost; try again")
+
+    def _send(self, command: Command) -> None:
+        try:
+            self._pipe.send(command)
+        except OSError as error:
+            raise WorkerLost("the engine's process was lost; try again") from error
+
+    def _listen(self, pipe: Connection) -> None:
+        """Of a thread: hand events to the loop until the process ends."""
+        try:
+            while True:
+                self._loop.call_soon_threadsafe(self._take, pipe.recv())
+        except (EOFError, OSError):
+            self._process.join()
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._lost)
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Ready):
+            self._was_ready = True
+            self._ready.set()
+        elif isinstance(event, Step):
+            self._deliver(event.rid, event.progress, last=bool(event.progress.finish_reason))
+        elif isinstance(event, Rejection):
+            self._deliver(event.rid, Refused(event.reason), last=True)
+        elif event.ticket in self._questions:
+            self._questions[event.ticket].set_result(event)
+
+    def _deliver(self, rid: str, found: Progress | Exception, *, last: bool) -> None:
+        queue = self._requests.pop(rid, None) if last else self._requests.get(rid)
+        if queue is not None:
+            queue.put_nowait(found)
+
+    def _lost(self) -> None:
+        self._ready.clear()
+        loss = WorkerLost(f"the engine's process ended with {self._process.exitcode}")
+        for rid in [*self._requests]:
+            self._deliver(rid, loss, last=True)
+        for future in self._questions.values():
+            if not future.done():
+                future.set_exception(loss)
+        if self._closing:
+            return
+        self.cannot_start = not self._was_ready
+        if self._was_ready:
+            self._restarts += 1
+            self._again = self._loop.create_task(self._restart())
+
+    async def _restart(self) -> None:
+        await asyncio.sleep(RESTART_S)
+        await self.start()

@@ -1,0 +1,178 @@
+"""Start a server, wait until it is well, and stop all of it, whatever becomes of this process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.core.paths import ROOT
+from harness.errors import NotReady, ServerError
+from harness.server.client.sglang import Client
+from harness.server.launch.ports import free_port
+
+POLL_S = 0.1
+STOP_S = 30.0
+ATTACH_S = 10.0
+LAST_LINES = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How to start a server, once: its port is chosen.
+
+    Args:
+        name: for people.
+        argv: its command; empty where a server that runs is attached to.
+        url: where it will answer.
+        env: added to this process's environment.
+        ready_s: how long it may take to be well.
+        grace_s: how long it may take to end before it is killed.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    url: str
+    env: Mapping[str, str] = field(default_factory=dict)
+    ready_s: float = 180.0
+    grace_s: float = 5.0
+
+
+class Running:
+    """A server that was started, and may not be ready yet; several start side by side.
+
+    Args:
+        spec: how.
+        log: file of its output, overwritten.
+
+    Attributes:
+        patience_s: from its start until it must be well; may be lowered while it is waited for.
+    """
+
+    def __init__(self, spec: Launch, log: Path) -> None:
+        self.spec, self.log, self.url = spec, log, spec.url
+        self.started, self.patience_s = time.monotonic(), spec.ready_s
+        self._ready_s: float | None = None
+        self._guard = _guarded(spec, log) if spec.argv else None
+
+    @property
+    def pid(self) -> int | None:
+        """The process whose descendants the server's are; None if it was attached to."""
+        return self._guard.pid if self._guard else None
+
+    @property
+    def alive(self) -> bool:
+        """Whether its first process runs; of a server that was attached to, whether it is well."""
+        return self._guard.poll() is None if self._guard else Client(self.url).health()
+
+    def wait_ready(self) -> float:
+        """Seconds from start until it said that it is well; later it need only answer.
+
+        sglang generates a token to say that it is well, and looks a second later whether that came.
+
+        Raises:
+            NotReady: it ended, or the deadline passed.
+        """
+        client = Client(self.url)
+        while not (client.health() if self._ready_s is None else client.answers()):
+            if self._guard and (code := self._guard.poll()) is not None:
+                when = "before" if self._ready_s is None else "after"
+                raise NotReady(f"{self._who} ended with {code} {when} it was ready{self._end()}")
+            if time.monotonic() > self.started + self.patience_s:
+                raise NotReady(f"{self._who} not ready after {self.patience_s:.4g} s{self._end()}")
+            time.sleep(POLL_S)
+        if self._ready_s is None:
+            self._ready_s = time.monotonic() - self.started
+        return self._ready_s
+
+    def stop(self) -> None:
+        """Stop every process of it; once is enough, more does nothing.
+
+        Raises:
+            ServerError: something of it would not end.
+        """
+        if self._guard is None:
+            return
+        assert self._guard.stdin
+        self._guard.stdin.close()
+        try:
+            self._guard.wait(STOP_S)
+        except subprocess.TimeoutExpired as error:
+            raise ServerError(f"{self._who} did not end within {STOP_S:g} s") from error
+
+    @property
+    def _who(self) -> str:
+        return f"{self.spec.name} at {self.url}"
+
+    def _end(self) -> str:
+        if self._guard is None:
+            return ""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "".join(f"\n    {line}" for line in (f"log: {self.log}", *lines[-LAST_LINES:]))
+
+
+def _guarded(spec: Launch, log: Path) -> subprocess.Popen[bytes]:
+    """The guard of the server's processes, which ends them when its standard input closes."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "harness.server.launch.guard", str(spec.grace_s), *spec.argv],
+            cwd=ROOT,
+            env=os.environ | dict(spec.env),
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+@contextmanager
+def launch(spec: Launch, log: Path) -> Iterator[Running]:
+    """A server that is ready, stopped in the end.
+
+    Raises:
+        NotReady: it never was.
+    """
+    running = Running(spec, log)
+    try:
+        running.wait_ready()
+        yield running
+    finally:
+        running.stop()
+
+
+def attached(url: str) -> Launch:
+    """A server that somebody else has started, and will stop."""
+    return Launch(name="attached", argv=(), url=url.rstrip("/"), ready_s=ATTACH_S)
+
+
+def embedded(
+    pair: str, *, python: str = sys.executable, ready_s: float = 120.0, **options: object
+) -> Launch:
+    """``specgate serve`` with a shipped pair.
+
+    Args:
+        pair: such as "gqa".
+        python: the interpreter of an environment that has what specgate needs.
+        ready_s: how long it may take.
+        options: of the command, such as ``max_running_requests=8``; None leaves one out.
+    """
+    port = free_port()
+    given = {name: value for name, value in options.items() if value is not None}
+    return Launch(
+        name=f"embedded {pair}",
+        argv=(python, "-m", "harness", "serve", *flags(pair=pair, port=port, **given)),
+        url=f"http://127.0.0.1:{port}",
+        ready_s=ready_s,
+    )
+
+
+def flags(**values: object) -> tuple[str, ...]:
+    """``--name value`` of each, in order, with dashes for underscores."""
+    pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in values.items())
+    return tuple(word for pair in pairs for word in pair)

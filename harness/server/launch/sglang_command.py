@@ -1,0 +1,83 @@
+"""The command of a real sglang server with a shipped pair and EAGLE (flags of sglang 0.5.14)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.server.launch.ports import free_port
+from harness.server.launch.process import Launch, flags
+
+READY_S = 300.0
+MAX_TOTAL_TOKENS, MEM_FRACTION_STATIC = 20_000, 0.3
+"""Little enough for several servers side by side on one GPU."""
+
+
+def sglang(
+    *,
+    target: Path,
+    draft: Path | None,
+    attention_backend: str,
+    num_steps: int = 3,
+    num_draft_tokens: int = 4,
+    max_running_requests: int = 16,
+    context_length: int = 2048,
+    python: str = sys.executable,
+    args: Sequence[str] = (),
+) -> Launch:
+    """A server of the sglang that ``python`` has.
+
+    Args:
+        target: folder of the model.
+        draft: folder of its draft; without one nothing is speculated.
+        attention_backend: of target and draft, such as "triton".
+        num_steps: drafts a round, top-k 1.
+        num_draft_tokens: of a chain.
+        max_running_requests: and the largest batch that graphs are captured for.
+        context_length: tokens a request.
+        python: an interpreter; two wheels are two environments.
+        args: further flags, which win over those set here.
+    """
+    port = free_port()
+    spec: dict[str, object] = {}
+    if draft is not None:
+        spec = {
+            "speculative_algorithm": "EAGLE",
+            "speculative_draft_model_path": draft,
+            "speculative_num_steps": num_steps,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": num_draft_tokens,
+        }
+    words = flags(
+        model_path=target,
+        attention_backend=attention_backend,
+        host="127.0.0.1",
+        port=port,
+        nccl_port=free_port(),
+        context_length=context_length,
+        max_running_requests=max_running_requests,
+        cuda_graph_max_bs_decode=max_running_requests,
+        max_total_tokens=MAX_TOTAL_TOKENS,
+        mem_fraction_static=MEM_FRACTION_STATIC,
+        random_seed=0,
+        log_level="warning",
+        **spec,
+    )
+    return Launch(
+        name=f"sglang {attention_backend}",
+        # Idle servers of a wave must not keep a core busy while another one is measured.
+        argv=(python, "-m", "sglang.launch_server", *words, "--sleep-on-idle", *args),
+        url=f"http://127.0.0.1:{port}",
+        # By itself sglang takes port + 10000 for gRPC, which beyond 55535 is no port.
+        env={
+            "HF_HUB_OFFLINE": "1",
+            "SGLANG_GRPC_PORT": str(free_port()),
+            # A thread a core in each of a wave's processes would make them wait for each other.
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            # Suites on a CPU have their own kernels interpreted; sglang's then end the scheduler.
+            "TRITON_INTERPRET": "0",
+        },
+        ready_s=READY_S,
+    )

@@ -1,0 +1,200 @@
+"""A backend has every hook of SGLang 0.5.14, by its name and parameters, with a working default."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from fixtures.toys.toy_attention import make_batch, mha_layer, mha_pool, request_table
+from harness.core.environment import installed
+from harness.upstream.base_attn_backend import (
+    MIRRORED_SGLANG_VERSION,
+    AttentionBackend,
+    MultiStepDraftBackend,
+)
+from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode
+
+ATTENTION = ("q", "k", "v", "layer", "forward_batch", "save_kv_cache", "kwargs")
+# Recorded from sglang 0.5.14, base_attn_backend.py; our ``batch`` is its ``forward_batch``.
+HOOKS: dict[str, tuple[str, ...]] = {
+    "init_forward_metadata": ("forward_batch",),
+    "init_forward_metadata_out_graph": ("forward_batch", "in_capture"),
+    "init_forward_metadata_in_graph": ("forward_batch",),
+    "init_cuda_graph_state": ("max_bs", "max_num_tokens"),
+    "get_cuda_graph_seq_len_fill_value": (),
+    "on_after_cuda_graph_warmup": (),
+    "get_verify_buffers_to_fill_after_draft": (),
+    "update_verify_buffers_to_fill_after_draft": ("spec_info", "cuda_graph_bs"),
+    "forward": ATTENTION,
+    "forward_decode": ATTENTION,
+    "forward_extend": ATTENTION,
+}
+# Of sglang <= 0.5.13, as the published optimizations were written against it.
+REQUESTS = ("req_pool_indices", "seq_lens")
+PHASE = ("encoder_lens", "forward_mode", "spec_info")
+CAPTURED = ("bs", "num_tokens", *REQUESTS, *PHASE)
+REPLAYED = ("bs", *REQUESTS, "seq_lens_sum", *PHASE, "seq_lens_cpu")
+OLDER_PAIR = {
+    "init_forward_metadata_capture_cuda_graph": CAPTURED,
+    "init_forward_metadata_replay_cuda_graph": REPLAYED,
+}
+SINGLE = ("forward", "forward_decode", "forward_extend")
+VERIFY = ("get_verify_buffers_to_fill_after_draft", "update_verify_buffers_to_fill_after_draft")
+MULTI_STEP = {name: words for name, words in HOOKS.items() if name not in SINGLE + VERIFY}
+LENS = torch.tensor([9, 4])
+ROWS = torch.tensor([1, 3])
+
+
+def parameters(owner: type, name: str) -> tuple[str, ...]:
+    """Parameter names of a method behind ``self``, in SGLang's words."""
+    names = tuple(inspect.signature(getattr(owner, name)).parameters)[1:]
+    return tuple("forward_batch" if word == "batch" else word for word in names)
+
+
+class Plain(AttentionBackend):
+    """Overrides what must be and logs what is asked of it."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        self.log.append(("out", batch, in_capture))
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        self.log.append(("in", batch))
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.log.append(("state", max_bs, max_num_tokens))
+
+    def forward_decode(self, *given: Any, **options: Any) -> torch.Tensor:
+        self.log.append(("decode", given, options))
+        return torch.ones(1)
+
+    def forward_extend(self, *given: Any, **options: Any) -> torch.Tensor:
+        self.log.append(("extend", given, options))
+        return torch.ones(2)
+
+
+class Older(Plain):
+    """Offers the pair of SGLang <= 0.5.13 too."""
+
+    def _planning_batch(self, bs: int, num_tokens: int, *rest: Any) -> ForwardBatch:
+        self.log.append(("planning", bs, num_tokens, *rest))
+        return batch_of(ForwardMode.TARGET_VERIFY)
+
+
+class Steps(MultiStepDraftBackend):
+    """Two plain steps; every hook without a default does nothing."""
+
+    def __init__(self) -> None:
+        self.attn_backends = [Plain(), Plain()]
+
+    init_forward_metadata = init_forward_metadata_in_graph = lambda self, batch: None
+    init_cuda_graph_state = lambda self, max_bs, max_num_tokens: None  # noqa: E731
+    init_forward_metadata_out_graph = lambda self, batch, in_capture=False: None  # noqa: E731
+
+
+def batch_of(mode: ForwardMode) -> ForwardBatch:
+    return make_batch(mode, request_table(), mha_pool(), [9, 4], torch.arange(4, 6))
+
+
+@pytest.mark.parametrize(("name", "wanted"), [*HOOKS.items(), *OLDER_PAIR.items()])
+def test_every_hook_has_the_recorded_parameters(name: str, wanted: tuple[str, ...]) -> None:
+    assert parameters(AttentionBackend, name) == wanted
+
+
+@pytest.mark.parametrize(("name", "wanted"), MULTI_STEP.items())
+def test_a_multi_step_draft_has_the_same_hooks(name: str, wanted: tuple[str, ...]) -> None:
+    assert parameters(MultiStepDraftBackend, name) == wanted
+
+
+def test_the_recorded_hooks_are_those_of_the_installed_sglang() -> None:
+    version = installed("sglang")
+    if version != MIRRORED_SGLANG_VERSION:
+        pytest.skip(f"sglang {MIRRORED_SGLANG_VERSION} is mirrored; installed: {version or 'none'}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = importlib.import_module("sglang.srt.layers.attention.base_attn_backend")
+    for name, wanted in HOOKS.items():
+        assert parameters(module.AttentionBackend, name) == wanted
+    assert module.AttentionBackend.needs_cpu_seq_lens is AttentionBackend.needs_cpu_seq_lens
+
+
+@pytest.mark.parametrize("name", sorted(AttentionBackend.__abstractmethods__))
+def test_what_has_no_default_must_be_written(name: str) -> None:
+    lacking = type("Lacking", (Plain,), {name: getattr(AttentionBackend, name)})
+    with pytest.raises(TypeError, match=name):
+        lacking()
+
+
+def test_defaults() -> None:
+    backend = Plain()
+    assert backend.needs_cpu_seq_lens is True
+    assert backend.get_cuda_graph_seq_len_fill_value() == 1
+    assert backend.get_verify_buffers_to_fill_after_draft() == [None, None]
+    spec: Any = None
+    for bs in (None, 4):
+        backend.update_verify_buffers_to_fill_after_draft(spec, bs)
+    backend.on_after_cuda_graph_warmup()
+    assert backend.log == []
+
+
+def test_eager_planning_runs_the_host_side_first_and_outside_a_capture() -> None:
+    backend, batch = Plain(), batch_of(ForwardMode.DECODE)
+    backend.init_forward_metadata(batch)
+    assert backend.log == [("out", batch, False), ("in", batch)]
+
+
+def test_the_older_pair_is_the_three_phases() -> None:
+    backend, mode, spec = Older(), ForwardMode.TARGET_VERIFY, None
+    backend.init_forward_metadata_capture_cuda_graph(2, 6, ROWS, LENS, None, mode, spec)
+    (_, *given), (_, planned, in_capture), last = backend.log
+    assert given == [2, 6, ROWS, LENS, mode, spec]
+    assert in_capture is True
+    assert last == ("in", planned)
+    backend.log.clear()
+    mirror = torch.tensor([9, 4])
+    backend.init_forward_metadata_replay_cuda_graph(2, ROWS, LENS, 13, None, mode, spec, mirror)
+    (_, *given), (_, planned, in_capture), last = backend.log
+    assert given == [2, 0, ROWS, LENS, mode, spec]
+    assert (planned.seq_lens_sum, planned.seq_lens_cpu, in_capture) == (13, mirror, False)
+    assert last == ("in", planned)
+    with pytest.raises(NotImplementedError, match="Plain offers the three-phase contract only"):
+        Plain().init_forward_metadata_capture_cuda_graph(2, 6, ROWS, LENS, None, mode, spec)
+
+
+SERVED = dict.fromkeys(ForwardMode, "extend") | {ForwardMode.DECODE: "decode"}
+
+
+@pytest.mark.parametrize("mode", ForwardMode, ids=lambda mode: mode.name.lower())
+def test_forward_serves_decode_and_extend_and_gives_zeros_to_idle(mode: ForwardMode) -> None:
+    backend, batch, layer = Plain(), batch_of(mode), mha_layer()
+    q, k, v = torch.ones(5, 4, 8, dtype=torch.bfloat16), torch.ones(5, 2, 8), torch.zeros(5, 2, 8)
+    out = backend.forward(q, k, v, layer, batch, False, q_rope=q)
+    if mode.is_idle():
+        assert backend.log == []
+        assert out.dtype == torch.bfloat16
+        assert torch.equal(out, torch.zeros(5, 4 * 8, dtype=torch.bfloat16))
+        return
+    ((entry, given, options),) = backend.log
+    assert entry == SERVED[mode]
+    assert all(a is b for a, b in zip(given, (q, k, v, layer, batch), strict=True))
+    assert options == {"save_kv_cache": False, "q_rope": q}
+
+
+def test_a_multi_step_draft_asks_its_steps() -> None:
+    steps, undone = Steps(), []
+    steps.attn_backends[0].get_cuda_graph_seq_len_fill_value = lambda: 7  # type: ignore[method-assign]
+    for i, step in enumerate(steps.attn_backends):
+        step.on_after_cuda_graph_warmup = lambda i=i: undone.append(i)  # type: ignore[method-assign]
+    assert steps.needs_cpu_seq_lens is True
+    assert steps.get_cuda_graph_seq_len_fill_value() == 7
+    steps.on_after_cuda_graph_warmup()
+    assert undone == [0, 1]

@@ -1,0 +1,223 @@
+"""Metadata holds, for every phase, the int32 lengths and pages worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fixtures.toys.toy_attention import (
+    DRAFTS,
+    PAGE,
+    ROWS,
+    make_batch,
+    slots,
+    swa_pool,
+)
+from fixtures.toys.toy_planning import EXTEND_LENS, Buckets, accepted, batch_for, plan, toy_backend
+from fixtures.toys.toy_scenes import phase_id
+from harness.attention.metadata import packed_causal_mask
+from harness.attention.trtllm_mla import TRTLLMMLABackend
+from harness.core.capability import TRTLLM_GEN_MLA, XQA
+from harness.errors import ContractError
+from harness.kernels.reference import TorchPaged
+from harness.upstream.forward_batch_info import (
+    EagleVerifyInput,
+    ForwardMode,
+)
+
+NOWHERE = torch.zeros(0, dtype=torch.int64)
+
+
+# mode, query rows, what the batch carries, keys, cumulative queries, longest query
+PHASES: tuple[tuple[ForwardMode, int, dict[str, Any], list[int], list[int], int], ...] = (
+    (ForwardMode.EXTEND, 7, EXTEND_LENS, [9, 8], [0, 2, 7], 7),
+    (ForwardMode.EXTEND, 7, EXTEND_LENS | {"extend_seq_lens_cpu": [2, 5]}, [9, 8], [0, 2, 7], 5),
+    (ForwardMode.DECODE, 2, {}, [9, 8], [0, 1, 2], 1),
+    (ForwardMode.TARGET_VERIFY, 6, {}, [12, 11], [0, 3, 6], 3),
+    (ForwardMode.DRAFT_EXTEND, 4, {"spec_info": accepted(1, 3)}, [9, 8], [0, 1, 4], 3),
+    (ForwardMode.DRAFT_EXTEND, 4, {"spec_info": accepted(2, 2)}, [9, 8], [0, 2, 4], 3),
+    (ForwardMode.DRAFT_EXTEND_V2, 8, {"spec_info": accepted(1, 3, width=4)}, [9, 8], [0, 4, 8], 4),
+)
+
+
+@pytest.mark.parametrize(
+    ("mode", "tokens", "carried", "keys", "cu_q", "longest"), PHASES, ids=phase_id
+)
+def test_lengths_and_pages_of_every_phase(
+    mode: ForwardMode,
+    tokens: int,
+    carried: dict[str, Any],
+    keys: list[int],
+    cu_q: list[int],
+    longest: int,
+) -> None:
+    metadata = plan(toy_backend(), mode, [9, 8], tokens, **carried)
+    assert metadata.cache_seqlens_int32.tolist() == keys
+    assert metadata.cu_seqlens_q.tolist() == cu_q
+    assert metadata.cu_seqlens_k.tolist() == [0, keys[0], sum(keys)]
+    assert metadata.geometry.max_q_len == longest
+    # Width: (22 + 3) tokens in pages of 4. Pages of 9 … 12 keys: three, of 8: two.
+    second = [4, 12] if keys[1] == 8 else [4, 12, 1]
+    assert metadata.page_table.tolist() == [
+        [7, 2, 11, 0, 0, 0, 0],
+        second + [0] * (7 - len(second)),
+    ]
+    tensors = (metadata.cache_seqlens_int32, metadata.cu_seqlens_q, metadata.cu_seqlens_k)
+    assert {t.dtype for t in (*tensors, metadata.page_table)} == {torch.int32}
+
+
+@pytest.mark.parametrize(
+    ("keys", "pages"), [(4, [7]), (5, [7, 2]), (8, [7, 2]), (9, [7, 2, 11])], ids=str
+)
+def test_pages_around_an_edge(keys: int, pages: list[int]) -> None:
+    row = plan(toy_backend(), ForwardMode.DECODE, [keys], 1).page_table[0].tolist()
+    assert row == pages + [0] * (7 - len(pages))
+
+
+def test_the_longest_query_is_the_one_the_host_knows() -> None:
+    spec = accepted(1, 2)
+    assert (
+        plan(toy_backend(), ForwardMode.DRAFT_EXTEND, [9, 8], 3, spec_info=spec).geometry.max_q_len
+        == 3
+    )
+    spec.num_accept_tokens_cpu = [1, 2]
+    assert (
+        plan(toy_backend(), ForwardMode.DRAFT_EXTEND, [9, 8], 3, spec_info=spec).geometry.max_q_len
+        == 2
+    )
+
+
+def test_mla_v1_pads_queries_and_lengths_to_the_longest() -> None:
+    spec = accepted(1, 3)
+    spec.num_accept_tokens_cpu = [1, 3]
+    metadata = plan(
+        toy_backend(TRTLLMMLABackend), ForwardMode.DRAFT_EXTEND, [9, 8], 5, spec_info=spec
+    )
+    assert metadata.cache_seqlens_int32.tolist() == [9 - 1 + 3, 8]
+    assert metadata.cu_seqlens_q.tolist() == [0, 1, 4]
+    assert metadata.pad_rows.tolist() == [0, 0, 0, 1, 2, 3]
+    assert metadata.unpad_rows.tolist() == [0, 3, 4, 5, 6]
+    assert metadata.page_table[0].tolist() == [7, 2, 11, 0, 0, 0, 0]
+
+
+def test_table_width_covers_the_round_of_draft_tokens_and_the_kernels_multiple() -> None:
+    assert plan(toy_backend(), ForwardMode.DECODE, [1], 1).page_table.shape == (1, 7)
+    steps = toy_backend(speculative_num_steps=6)
+    assert plan(steps, ForwardMode.DECODE, [1], 1).page_table.shape == (1, 7)
+    wide = toy_backend(TRTLLMMLABackend, provider=TorchPaged(TRTLLM_GEN_MLA))
+    assert plan(wide, ForwardMode.DECODE, [1], 1).page_table.shape == (1, 32)
+
+
+def test_swa_pages_and_write_locations_are_translated_at_planning() -> None:
+    hybrid = swa_pool()
+    planner = toy_backend(token_to_kv_pool=hybrid)
+    loc = torch.cat((slots(1, 9, 12), slots(3, 8, 11)))
+    batch = make_batch(ForwardMode.TARGET_VERIFY, planner.req_to_token_pool, hybrid, [9, 8], loc)
+    planner.init_forward_metadata(batch)
+    metadata = planner.forward_metadata
+    assert metadata is not None
+    # Page p lives in 5 p mod 17: 7 -> 1, 2 -> 10, 11 -> 4; 4 -> 3, 12 -> 9, 1 -> 5.
+    assert metadata.page_table[:, :3].tolist() == [[7, 2, 11], [4, 12, 1]]
+    assert metadata.swa_page_table is not None
+    assert metadata.swa_page_table.dtype == torch.int32
+    assert metadata.swa_page_table.tolist() == [[1, 10, 4, 0, 0, 0, 0], [3, 9, 5, 0, 0, 0, 0]]
+    wanted = [4 * PAGE + 1, 4 * PAGE + 2, 4 * PAGE + 3, 5 * PAGE, 5 * PAGE + 1, 5 * PAGE + 2]
+    hybrid.full_to_swa_index_mapping.zero_()
+    assert metadata.swa_out_cache_loc is not None
+    assert metadata.swa_out_cache_loc.tolist() == wanted
+
+
+def test_a_plain_pool_is_never_translated() -> None:
+    metadata = plan(toy_backend(), ForwardMode.DECODE, [9], 1)
+    assert metadata.swa_page_table is None
+    assert metadata.swa_out_cache_loc is None
+
+
+def test_packed_mask_bits() -> None:
+    mask = packed_causal_mask(2, 3, "cpu")
+    assert mask.dtype == torch.uint16
+    assert mask.to(torch.int32).tolist() == [[[1, 0], [3, 0], [7, 0]]] * 2
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.TARGET_VERIFY, ForwardMode.DECODE], ids=phase_id)
+def test_a_mask_is_planned_where_the_kernel_needs_one(mode: ForwardMode) -> None:
+    planner = toy_backend(provider=TorchPaged(XQA))
+    mask = plan(planner, mode, [9, 8], 6).packed_mask
+    assert (mask is None) == mode.is_decode()
+    assert plan(toy_backend(), mode, [9, 8], 6).packed_mask is None
+
+
+def test_buckets_of_a_phase_share_storage_and_phases_do_not() -> None:
+    graphs = Buckets()
+    verify = ForwardMode.TARGET_VERIFY
+    four, two = (graphs.out_graph(verify, bs, in_capture=True) for bs in (4, 2))
+    decode = graphs.out_graph(ForwardMode.DECODE, 2, in_capture=True)
+    assert four.page_table.data_ptr() == two.page_table.data_ptr() != decode.page_table.data_ptr()
+    assert (four.page_table.shape[0], two.page_table.shape[0]) == (4, 2)
+    # An eager forward in between, and a second runner's allocation, leave the addresses alone.
+    eager = plan(graphs.planner, verify, [5, 6], 6)
+    assert eager.page_table.data_ptr() != two.page_table.data_ptr()
+    assert graphs.out_graph(verify, 2) is two
+    assert two.cache_seqlens_int32.tolist() == [12, 11]
+    graphs.planner.init_cuda_graph_state(2, 8)
+    one = graphs.out_graph(verify, 1, in_capture=True)
+    assert one.page_table.data_ptr() == two.page_table.data_ptr()
+    # A phase that is captured after a smaller runner's has the room that the larger one asked for.
+    extend = ForwardMode.DRAFT_EXTEND_V2
+    late = graphs.out_graph(extend, 4, in_capture=True, spec_info=accepted(1, 4, 2, 1))
+    assert late.page_table.shape[0] == 4
+    graphs.planner.init_cuda_graph_state(8, 32)
+    assert graphs.out_graph(verify, 4) is four
+    five = graphs.out_graph(verify, 5, in_capture=True)
+    assert five.page_table.shape[0] == 5
+    assert five.page_table.data_ptr() != four.page_table.data_ptr()
+
+
+def test_v2_keeps_its_captured_stride() -> None:
+    graphs, v2 = Buckets(), ForwardMode.DRAFT_EXTEND_V2
+    captured = graphs.out_graph(v2, 2, in_capture=True, spec_info=accepted(1, 4))
+    assert captured.geometry.max_q_len == 4
+    replayed = graphs.out_graph(v2, 2, spec_info=accepted(2, 1))
+    assert replayed.cu_seqlens_q.tolist() == [0, 4, 8]
+    with pytest.raises(ContractError, match=r"num_tokens_per_req = 3 .* 4, the captured stride"):
+        graphs.out_graph(v2, 2, spec_info=accepted(2, 1, width=3))
+
+
+def test_v1_keeps_its_captured_width_and_refills_its_cumulative_lengths() -> None:
+    graphs, v1 = Buckets(), ForwardMode.DRAFT_EXTEND
+    graphs.out_graph(v1, 2, in_capture=True, tokens=8, spec_info=accepted(1, 1))
+    replayed = graphs.out_graph(v1, 2, tokens=8, spec_info=accepted(1, 3))
+    assert replayed.geometry.max_q_len == 4
+    assert replayed.cu_seqlens_q.tolist() == [0, 1, 4]
+
+
+def test_the_older_pair_plans_the_same() -> None:
+    planner = toy_backend()
+    planner.init_cuda_graph_state(4, 16)
+    rows, lens = torch.tensor([*ROWS, 0]), torch.tensor([9, 8, 1])
+    verify = EagleVerifyInput(NOWHERE, DRAFTS)
+    mode = ForwardMode.TARGET_VERIFY
+    planner.init_forward_metadata_capture_cuda_graph(2, 6, rows, lens, None, mode, verify)
+    captured = planner.forward_metadata
+    planner.init_forward_metadata_replay_cuda_graph(
+        2, rows, torch.tensor([13, 4, 1]), None, None, mode, verify, None
+    )
+    metadata = planner.forward_metadata
+    assert metadata is not None
+    assert metadata is captured
+    assert metadata.cache_seqlens_int32.tolist() == [16, 7]
+    assert metadata.page_table[:, :5].tolist() == [[7, 2, 11, 5, 0], [4, 12, 0, 0, 0]]
+    hybrid = toy_backend(token_to_kv_pool=swa_pool())
+    with pytest.raises(ContractError, match="the older pair carries no write locations"):
+        hybrid.init_forward_metadata_capture_cuda_graph(2, 6, rows, lens, None, mode, verify)
+
+
+def test_idle_plans_nothing() -> None:
+    planner = toy_backend()
+    idle = batch_for(planner, ForwardMode.IDLE, [], 0)
+    planner.init_forward_metadata(idle)
+    planner.init_forward_metadata_out_graph(idle)
+    planner.init_forward_metadata_in_graph(idle)
+    assert planner.forward_metadata is None

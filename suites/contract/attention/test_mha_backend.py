@@ -1,0 +1,191 @@
+"""Every phase of the MHA backend writes its keys, then attends to exactly its requests' tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fixtures.toys.toy_attention import ROWS, dense, mha_layer, mha_pool, slots, swa_pool
+from fixtures.toys.toy_scenes import TOTALS, MHAScene, phase_id, toy_sized
+from harness.attention.baselines import ContextKernelMHABackend, VerifyFixUpMHABackend
+from harness.attention.trtllm_mha import TRTLLMHAAttnBackend
+from harness.core.capability import REFERENCE, TRTLLM_GEN_MHA, XQA
+from harness.errors import ContractError
+from harness.upstream.forward_batch_info import ForwardMode
+from harness.upstream.memory_pool import quantize
+
+VERIFY, V1, V2 = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2
+# mode, query tokens a request, kernel; [1, 3] and [2, 2] have one sum
+PHASES = (
+    (ForwardMode.EXTEND, (2, 8), "context"),
+    (ForwardMode.DECODE, (1, 1), "decode"),
+    (VERIFY, (3, 3), "decode"),
+    (V1, (1, 3), "context"),
+    (V1, (2, 2), "context"),
+    (V2, (3, 3), "decode"),
+)
+every_phase = pytest.mark.parametrize(("mode", "q_lens", "kernel"), PHASES, ids=phase_id)
+
+
+@every_phase
+def test_every_phase_equals_dense(mode: ForwardMode, q_lens: tuple[int, int], kernel: str) -> None:
+    scene = MHAScene()
+    batch, inputs = scene.batch(mode, q_lens), scene.inputs(sum(q_lens))
+    obtained = scene.run(batch, inputs, scene.layer)
+    # The keys were written before attention, at the batch's locations.
+    assert torch.equal(scene.pool.k_buffer[0][batch.out_cache_loc], inputs["k"])
+    assert torch.equal(scene.pool.v_buffer[0][batch.out_cache_loc], inputs["v"])
+    torch.testing.assert_close(obtained, scene.expected(inputs, q_lens))
+    assert scene.provider.calls == [kernel]
+
+
+@pytest.mark.parametrize(("mode", "q_lens", "kernel"), PHASES[1:], ids=phase_id)
+def test_host_mirrors_are_not_looked_at(
+    mode: ForwardMode, q_lens: tuple[int, int], kernel: str
+) -> None:
+    scene = MHAScene()
+    batch, inputs = scene.batch(mode, q_lens), scene.inputs(sum(q_lens))
+    plain = scene.run(batch, inputs, scene.layer)
+    lying = batch.with_changes(seq_lens_cpu=torch.tensor([10**6, 10**6]), seq_lens_sum=10**7)
+    assert torch.equal(scene.run(lying, inputs, scene.layer), plain)
+    assert TRTLLMHAAttnBackend.needs_cpu_seq_lens is False
+
+
+@every_phase
+def test_a_strided_slice_of_a_fused_projection(
+    mode: ForwardMode, q_lens: tuple[int, int], kernel: str
+) -> None:
+    scene, fused = MHAScene(), torch.randn(sum(q_lens), 8, 8)
+    inputs = {"q": fused[:, :4], "k": fused[:, 4:6], "v": fused[:, 6:]}
+    obtained = scene.run(scene.batch(mode, q_lens), inputs, scene.layer)
+    torch.testing.assert_close(obtained, scene.expected(inputs, q_lens))
+
+
+@every_phase
+def test_rows_of_padding_behind_the_plan_come_out_zero(
+    mode: ForwardMode, q_lens: tuple[int, int], kernel: str
+) -> None:
+    scene, tokens = MHAScene(), sum(q_lens)
+    batch, inputs = scene.batch(mode, q_lens), scene.inputs(tokens + 2)
+    for part in inputs.values():
+        part[tokens:] = torch.nan
+    # DP padding may raise batch_size before planning; rows still count by seq_lens.
+    scene.backend.init_forward_metadata(batch.with_changes(batch_size=4))
+    padding = torch.zeros(2, dtype=torch.int64)
+    slots_and_padding = torch.cat((batch.out_cache_loc, padding))
+    padded = batch.with_changes(batch_size=4, out_cache_loc=slots_and_padding)
+    obtained = scene.forward(padded, inputs, scene.layer)
+    torch.testing.assert_close(obtained[:tokens], scene.expected(inputs, q_lens))
+    assert torch.equal(obtained[tokens:], torch.zeros(2, 32))
+    assert scene.pool.k_buffer[0].isfinite().all()
+
+
+@every_phase
+def test_sinks_take_their_share_of_every_row(
+    mode: ForwardMode, q_lens: tuple[int, int], kernel: str
+) -> None:
+    scene = MHAScene()
+    batch, inputs = scene.batch(mode, q_lens), scene.inputs(sum(q_lens))
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    obtained = scene.run(batch, inputs, mha_layer(sinks=sinks))
+    torch.testing.assert_close(obtained, scene.expected(inputs, q_lens, sinks=sinks))
+
+
+def test_keys_are_kept_where_the_caller_saved_them() -> None:
+    scene = MHAScene()
+    batch, inputs = scene.batch(VERIFY, (3, 3)), scene.inputs(6)
+    before = scene.pool.k_buffer[0].clone()
+    obtained = scene.run(batch, inputs | {"save_kv_cache": False}, scene.layer)
+    assert torch.equal(scene.pool.k_buffer[0], before)
+    torch.testing.assert_close(obtained, scene.expected(inputs, (3, 3)))
+
+
+@pytest.mark.parametrize("mode", [VERIFY, V2, V1, ForwardMode.DECODE], ids=phase_id)
+def test_swa_layers_read_and_write_the_swa_pool(mode: ForwardMode) -> None:
+    scene = MHAScene(pool=swa_pool())
+    q_lens = (1, 1) if mode.is_decode() else (3, 3)
+    batch, inputs = scene.batch(mode, q_lens), scene.inputs(sum(q_lens))
+    mapping = scene.pool.full_to_swa_index_mapping.clone()
+    scene.backend.init_forward_metadata(batch)
+    # The scheduler may give the SWA slots away as soon as the plan has read the mapping.
+    scene.pool.full_to_swa_index_mapping.fill_(40)
+    full_before = scene.pool.full_pool.k_buffer[0].clone()
+    obtained = scene.forward(batch, inputs, mha_layer(1, sliding_window_size=5))
+    swa, out = scene.pool.swa_pool, []
+    assert torch.equal(swa.k_buffer[0][mapping[batch.out_cache_loc]], inputs["k"])
+    assert torch.equal(scene.pool.full_pool.k_buffer[0], full_before)
+    for row, n, part in zip(ROWS, TOTALS, inputs["q"].split(q_lens), strict=True):
+        at = mapping[slots(row, 0, n)]
+        out.append(dense(part, swa.k_buffer[0][at], swa.v_buffer[0][at], 0.4, window_left=5))
+    torch.testing.assert_close(obtained, torch.cat(out).flatten(1).float())
+    # The full layer of the same forward stays in its own pool.
+    obtained = scene.forward(batch, inputs, mha_layer(0))
+    scene.pool = scene.pool.full_pool
+    torch.testing.assert_close(obtained, scene.expected(inputs, q_lens))
+
+
+@pytest.mark.parametrize("capability", [REFERENCE, TRTLLM_GEN_MHA], ids=lambda c: c.name)
+def test_fp8_cache_with_scales(capability: Any) -> None:
+    fp8 = torch.float8_e4m3fn
+    scene = MHAScene(pool=mha_pool(dtype=fp8), capability=toy_sized(capability))
+    batch, inputs = scene.batch(VERIFY, (3, 3)), scene.inputs(6)
+    obtained = scene.run(batch, inputs, mha_layer(k_scale=0.5, v_scale=2.0))
+    written = scene.pool.v_buffer[0][batch.out_cache_loc]
+    assert torch.equal(written.float(), quantize(inputs["v"], 2.0, fp8).float())
+    scene.pool.k_buffer = [scene.pool.k_buffer[0].float() * 0.5]
+    scene.pool.v_buffer = [scene.pool.v_buffer[0].float() * 2.0]
+    if capability.casts_query_to_kv_dtype:
+        inputs["q"] = inputs["q"].to(fp8).float()
+    torch.testing.assert_close(obtained, scene.expected(inputs, (3, 3)))
+
+
+def test_scales_of_an_unscaled_cache_are_not_applied() -> None:
+    scene = MHAScene()
+    batch, inputs = scene.batch(VERIFY, (3, 3)), scene.inputs(6)
+    obtained = scene.run(batch, inputs, mha_layer(k_scale=0.5, v_scale=2.0))
+    torch.testing.assert_close(obtained, scene.expected(inputs, (3, 3)))
+
+
+def test_a_kernel_that_needs_a_mask_gets_one() -> None:
+    scene = MHAScene(capability=toy_sized(XQA))
+    for mode in (VERIFY, V2):
+        batch, inputs = scene.batch(mode, (3, 3)), scene.inputs(6)
+        obtained = scene.run(batch, inputs, scene.layer)
+        torch.testing.assert_close(obtained, scene.expected(inputs, (3, 3)))
+
+
+def test_idle_gives_zeros() -> None:
+    scene = MHAScene()
+    batch = scene.batch(ForwardMode.DECODE, (1, 1)).with_changes(forward_mode=ForwardMode.IDLE)
+    obtained = scene.run(batch, scene.inputs(2), scene.layer)
+    assert torch.equal(obtained, torch.zeros(2, 32))
+
+
+@pytest.mark.parametrize("mode", [VERIFY, V2], ids=phase_id)
+def test_the_context_kernel_peer_uses_the_context_kernel_and_agrees(mode: ForwardMode) -> None:
+    scene = MHAScene(ContextKernelMHABackend)
+    batch, inputs = scene.batch(mode, (3, 3)), scene.inputs(6)
+    obtained = scene.run(batch, inputs, scene.layer)
+    torch.testing.assert_close(obtained, scene.expected(inputs, (3, 3)))
+    assert scene.provider.calls == ["context"]
+
+
+@pytest.mark.parametrize("kind", [TRTLLMHAAttnBackend, VerifyFixUpMHABackend])
+def test_only_the_fix_up_peer_fills_verify_metadata_again(kind: Any) -> None:
+    scene = MHAScene(kind)
+    batch = scene.batch(VERIFY, (3, 3))
+    scene.backend.init_forward_metadata(batch)
+    planned = scene.backend.forward_metadata.page_table.clone()
+    scene.backend.forward_metadata.page_table.zero_()
+    scene.backend.update_verify_buffers_to_fill_after_draft(batch.spec_info, None)
+    refilled = scene.backend.forward_metadata.page_table
+    wanted = planned if kind is VerifyFixUpMHABackend else torch.zeros_like(planned)
+    assert torch.equal(refilled, wanted)
+
+
+def test_the_fix_up_peer_needs_a_planned_verify() -> None:
+    backend = MHAScene(VerifyFixUpMHABackend).backend
+    with pytest.raises(ContractError, match=r"planned mode = None .* TARGET_VERIFY"):
+        backend.update_verify_buffers_to_fill_after_draft(None, None)

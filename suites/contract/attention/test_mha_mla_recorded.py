@@ -1,0 +1,61 @@
+"""A recorded forward follows lengths, pages and accept counts that change under it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fixtures.toys.toy_scenes import MHAScene, MLAScene, phase_id
+from harness.attention.baselines import (
+    ContextKernelMHABackend,
+    HostLengthsMLABackend,
+    VerifyFixUpMHABackend,
+)
+from harness.attention.trtllm_mha import TRTLLMHAAttnBackend
+from harness.attention.trtllm_mla import TRTLLMMLABackend
+from harness.graphs.tape import Tape
+from harness.upstream.forward_batch_info import EagleDraftExtendInput, ForwardMode
+
+V1 = ForwardMode.DRAFT_EXTEND
+MODES = (ForwardMode.TARGET_VERIFY, V1, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.DECODE)
+KINDS: tuple[tuple[Any, Any], ...] = (
+    (MHAScene, TRTLLMHAAttnBackend),
+    (MHAScene, ContextKernelMHABackend),
+    (MHAScene, VerifyFixUpMHABackend),
+    (MLAScene, TRTLLMMLABackend),
+    (MLAScene, HostLengthsMLABackend),
+)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=phase_id)
+@pytest.mark.parametrize(("scene_of", "kind"), KINDS, ids=lambda kind: kind.__name__)
+def test_replay_equals_dense(scene_of: Any, kind: Any, mode: ForwardMode) -> None:
+    scene = scene_of(kind)
+    backend, q_lens = scene.backend, (1, 1) if mode.is_decode() else (3, 3)
+    static, inputs = scene.batch(mode, q_lens), scene.inputs(sum(q_lens))
+    backend.init_cuda_graph_state(4, 12)
+
+    def record() -> Any:
+        backend.init_forward_metadata_in_graph(static)
+        return scene.forward(static, inputs, scene.layer)
+
+    backend.init_forward_metadata_out_graph(static, in_capture=True)
+    tape = Tape()
+    captured = tape.capture(record)
+    extend = scene.batch(ForwardMode.EXTEND, (1, 4))
+    scene.run(extend, scene.inputs(5), scene.layer)
+
+    # v1 packs 1 + 3 tokens into its 6 rows; the two behind them are nobody's.
+    lens, totals = (1, 3) if mode is V1 else q_lens, (11, 19)
+    moved, tokens = scene.batch(mode, lens, totals), sum(lens)
+    static.seq_lens.copy_(moved.seq_lens)
+    static.out_cache_loc.zero_()[:tokens] = moved.out_cache_loc
+    if isinstance(static.spec_info, EagleDraftExtendInput):
+        static.spec_info.num_accept_tokens.copy_(moved.spec_info.num_accept_tokens)
+    for name, fresh in scene.inputs(sum(q_lens)).items():
+        inputs[name].copy_(fresh)
+    backend.init_forward_metadata_out_graph(static)
+    tape.replay()
+    assert captured[:tokens].allclose(scene.expected(inputs, lens, totals), atol=1e-5)
+    assert not captured[tokens:].any()

@@ -1,0 +1,181 @@
+"""Step i of a multi-step draft sees seq_lens + i + 1 keys, planned with no work in the parent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fixtures.toys.toy_attention import (
+    CONTEXT,
+    DRAFTS,
+    make_batch,
+    mha_pool,
+    mla_pool,
+    request_table,
+    slots,
+    swa_pool,
+)
+from harness.attention.baselines import KVIndicesMLAMultiStepDraftBackend
+from harness.attention.multi_step_draft import (
+    PagedMultiStepDraftBackend,
+    TRTLLMHAAttnMultiStepDraftBackend,
+    TRTLLMMLAMultiStepDraftBackend,
+)
+from harness.core.capability import REFERENCE
+from harness.errors import ContractError, UsageError
+from harness.kernels.reference import TorchPaged
+from harness.upstream.base_attn_backend import decide_needs_cpu_seq_lens
+from harness.upstream.forward_batch_info import EagleDraftInput, ForwardBatch, ForwardMode
+
+STEPS = 4
+KINDS = (
+    TRTLLMHAAttnMultiStepDraftBackend,
+    TRTLLMMLAMultiStepDraftBackend,
+    KVIndicesMLAMultiStepDraftBackend,
+)
+# Step-major: where tokens 7, 8, 9 of row 1 and 4, 5, 6 of row 3 go.
+LOCS = torch.stack((slots(1, 7, 10), slots(3, 4, 7)), 1).flatten()
+
+
+def backend(kind: type[PagedMultiStepDraftBackend], **changes: Any) -> PagedMultiStepDraftBackend:
+    is_mha = kind is TRTLLMHAAttnMultiStepDraftBackend
+    arguments = {
+        "provider": TorchPaged(REFERENCE),
+        "req_to_token_pool": request_table(),
+        "token_to_kv_pool": mha_pool() if is_mha else mla_pool(),
+        "max_context_len": CONTEXT,
+        "num_draft_tokens": DRAFTS,
+        "speculative_num_steps": STEPS,
+    }
+    return kind(**arguments | changes)
+
+
+def draft_batch(multi_step: PagedMultiStepDraftBackend) -> ForwardBatch:
+    step = multi_step.attn_backends[0]
+    spec = EagleDraftInput(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), None, STEPS)
+    table, pool = step.req_to_token_pool, step.token_to_kv_pool
+    return make_batch(ForwardMode.DECODE, table, pool, [7, 4], LOCS, spec_info=spec)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_graph", [False, True])
+def test_each_step_sees_one_more_key(kind: Any, is_graph: bool) -> None:
+    multi_step = backend(kind)
+    batch = draft_batch(multi_step)
+    if is_graph:
+        multi_step.init_cuda_graph_state(4, 4)
+        multi_step.init_forward_metadata_out_graph(batch, in_capture=True)
+        multi_step.init_forward_metadata_out_graph(batch)
+        multi_step.init_forward_metadata_in_graph(batch)
+    else:
+        multi_step.init_forward_metadata(batch)
+    planned = [step.forward_metadata for step in multi_step.attn_backends]
+    assert [m.cache_seqlens_int32.tolist() for m in planned] == [[8, 5], [9, 6], [10, 7]]
+    # Token 8 of row 1 opens its third page; captured steps read the last one's table.
+    assert [m.page_table[0, :4].tolist() for m in planned] == [
+        [7, 2, 11, 0] if is_graph else [7, 2, 0, 0],
+        [7, 2, 11, 0],
+        [7, 2, 11, 0],
+    ]
+    assert {m.cu_seqlens_q.tolist()[-1] for m in planned} == {2}
+    # (22 + 4) tokens in pages of 4.
+    assert {m.page_table.shape for m in planned} == {(2, 7)}
+    assert batch.seq_lens.tolist() == [7, 4]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_captured_steps_read_one_table_as_far_as_the_last_sees(kind: Any) -> None:
+    multi_step = backend(kind)
+    multi_step.init_cuda_graph_state(4, 4)
+    batch = draft_batch(multi_step).with_changes(seq_lens=torch.tensor([6, 4]))
+    multi_step.init_forward_metadata_out_graph(batch, in_capture=True)
+    multi_step.init_forward_metadata_in_graph(batch)
+    planned = [step.forward_metadata for step in multi_step.attn_backends]
+    assert len({m.page_table.data_ptr() for m in planned}) == 1
+    # The last step's ninth token opens the third page of row 1, its seventh fills none of row 3's.
+    assert planned[0].page_table[:, :4].tolist() == [[7, 2, 11, 0], [4, 12, 0, 0]]
+    assert [m.geometry.table_offset for m in planned] == [3, 3, 3]
+    # Room that suffices stays where it is; where it does not, later captures get their own.
+    multi_step.init_cuda_graph_state(2, 2)
+    multi_step.init_forward_metadata_out_graph(batch, in_capture=True)
+    again = multi_step.attn_backends[0].forward_metadata
+    assert again.page_table.data_ptr() == planned[0].page_table.data_ptr()
+    multi_step.init_cuda_graph_state(8, 8)
+    multi_step.init_forward_metadata_out_graph(batch, in_capture=True)
+    again = multi_step.attn_backends[0].forward_metadata
+    assert again.page_table.data_ptr() != planned[0].page_table.data_ptr()
+
+
+def test_each_step_translates_its_own_write_locations() -> None:
+    multi_step = backend(TRTLLMHAAttnMultiStepDraftBackend, token_to_kv_pool=swa_pool())
+    batch = draft_batch(multi_step)
+    mapping = batch.token_to_kv_pool.full_to_swa_index_mapping.clone()
+    multi_step.init_forward_metadata(batch)
+    batch.token_to_kv_pool.full_to_swa_index_mapping.zero_()
+    for i, step in enumerate(multi_step.attn_backends):
+        wanted = mapping[torch.cat((slots(1, 7 + i, 8 + i), slots(3, 4 + i, 5 + i)))]
+        assert torch.equal(step.forward_metadata.swa_out_cache_loc, wanted)
+
+
+def test_the_parent_generates_no_kv_indices(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[type, list[EagleDraftInput]] = {}
+    for kind in KINDS[1:]:
+        multi_step = backend(kind)
+        for step in multi_step.attn_backends:
+            log = seen.setdefault(kind, [])
+            monkeypatch.setattr(
+                step, "init_forward_metadata", lambda b, log=log: log.append(b.spec_info)
+            )
+        multi_step.init_forward_metadata(draft_batch(multi_step))
+    assert [spec.kv_indices for spec in seen[TRTLLMMLAMultiStepDraftBackend]] == [None] * 3
+    peer = seen[KVIndicesMLAMultiStepDraftBackend][0]
+    assert peer.kv_indptr is not None
+    assert peer.kv_indices is not None
+    assert peer.kv_indptr.tolist() == [[0, 8, 13], [0, 9, 15], [0, 10, 17]]
+    for i, total in enumerate((13, 15, 17)):
+        wanted = torch.cat((slots(1, 0, 8 + i), slots(3, 0, 5 + i)))
+        assert torch.equal(peer.kv_indices[i, :total].long(), wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lengths_stay_on_the_device(kind: Any) -> None:
+    multi_step = backend(kind)
+    assert not decide_needs_cpu_seq_lens([multi_step, *multi_step.attn_backends])
+    assert multi_step.get_cuda_graph_seq_len_fill_value() == 1
+    multi_step.on_after_cuda_graph_warmup()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_idle_and_a_single_step_plan_nothing(kind: Any) -> None:
+    multi_step = backend(kind)
+    idle = draft_batch(multi_step).with_changes(forward_mode=ForwardMode.IDLE)
+    multi_step.init_forward_metadata(idle)
+    assert [step.forward_metadata for step in multi_step.attn_backends] == [None] * 3
+    single = backend(kind, speculative_num_steps=1)
+    single.init_forward_metadata(idle)
+    assert single.attn_backends == []
+
+
+ARGUMENTS = (
+    ({"topk": 2}, r"topk = 2 .* 1: these kernels draft a chain"),
+    (
+        {"speculative_num_steps": 0},
+        r"speculative_num_steps = 0 .* >= 1",
+    ),
+)
+
+
+@pytest.mark.parametrize(("changes", "text"), ARGUMENTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_arguments_out_of_range(kind: Any, changes: dict[str, int], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        backend(kind, **changes)
+
+
+def test_one_write_location_a_step_and_request() -> None:
+    multi_step = backend(TRTLLMMLAMultiStepDraftBackend)
+    batch = draft_batch(multi_step).with_changes(out_cache_loc=LOCS[:4])
+    with pytest.raises(ContractError, match=r"out_cache_loc rows = 4 .* multiple of 3"):
+        multi_step.init_forward_metadata(batch)

@@ -1,0 +1,200 @@
+"""Each optimization saves what the peer that undoes it spends, and changes no answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fixtures.drivers.forward_cost import Bench, bench, cost
+from fixtures.tables.budgets import BUCKET
+from harness.attention import baselines as peers
+from harness.attention.multi_step_draft import (
+    TRTLLMHAAttnMultiStepDraftBackend,
+    TRTLLMMLAMultiStepDraftBackend,
+)
+from harness.attention.trtllm_mha import TRTLLMHAAttnBackend
+from harness.attention.trtllm_mla import TRTLLMMLABackend
+from harness.core.case import Execution, Mode
+from harness.errors import ContractError
+from harness.graphs.effects import observe
+from harness.subjects import SUBJECTS
+from harness.upstream.base_attn_backend import AttentionBackend, decide_needs_cpu_seq_lens
+
+EAGER, GRAPH = Execution.EAGER, Execution.GRAPH
+MHA, XQA, MLA = "trtllm_mha/trtllm_gen", "trtllm_mha/xqa", "trtllm_mla/trtllm_gen"
+BACKENDS: tuple[type[AttentionBackend], ...] = (
+    TRTLLMHAAttnBackend,
+    TRTLLMMLABackend,
+    peers.HostLengthsMLABackend,
+    peers.ContextKernelMHABackend,
+    peers.VerifyFixUpMHABackend,
+)
+# peer, the subject it undoes an optimization of, modes, and the count it must exceed
+UNDONE = (
+    ("trtllm_mla-host_lengths/trtllm_gen", MLA, "host_reads"),
+    ("trtllm_mla-kv_indices/trtllm_gen", MLA, "planning"),
+    ("trtllm_mha-context_kernel/trtllm_gen", MHA, "context_kernels"),
+    ("trtllm_mha-dead_topk/xqa", XQA, "topk"),
+)
+
+
+def answers(own: Bench, execution: Execution) -> dict[str, torch.Tensor]:
+    """What the forward returns, without the top-k that only some graphs compute."""
+    with torch.no_grad():
+        if execution is EAGER:
+            own.backend.init_forward_metadata(own.batch)
+            output = own.rig.forward(own.batch)
+        else:
+            output = own.captured(BUCKET).replay(own.batch)
+    tensors = {k: v for k, v in vars(output).items() if isinstance(v, torch.Tensor)}
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("topk")}
+
+
+SAVINGS = [
+    pytest.param(peer, own, name, mode, id=f"{peer}-{mode}")
+    for peer, own, name in UNDONE
+    for mode in sorted(SUBJECTS[peer].modes)
+]
+
+
+@pytest.mark.parametrize(("peer", "own", "name", "mode"), SAVINGS)
+def test_the_peer_pays_what_the_optimization_saves(
+    peer: str, own: str, name: str, mode: Mode
+) -> None:
+    wasted = cost(bench(peer, mode), GRAPH, BUCKET).counts[name]
+    spent = cost(bench(own, mode), GRAPH, BUCKET).counts[name]
+    assert spent < wasted
+    assert spent == 0 or name == "planning"
+
+
+@pytest.mark.parametrize("execution", [EAGER, GRAPH])
+@pytest.mark.parametrize(
+    ("peer", "own", "mode"),
+    [
+        pytest.param(peer, own, mode, id=f"{peer}-{mode}")
+        for peer, own in (*(row[:2] for row in UNDONE), ("trtllm_mha-verify_fix_up/xqa", XQA))
+        for mode in sorted(SUBJECTS[peer].modes)
+    ],
+)
+def test_the_peer_gives_the_same_answers(
+    peer: str, own: str, mode: Mode, execution: Execution
+) -> None:
+    optimized, plain = answers(bench(own, mode), execution), answers(bench(peer, mode), execution)
+    assert optimized.keys() == plain.keys()
+    for name, tensor in optimized.items():
+        torch.testing.assert_close(tensor, plain[name], rtol=1e-2, atol=1e-2, msg=name)
+
+
+# 1: MLA without the wait for lengths
+
+
+def test_lengths_are_copied_only_where_a_backend_reads_them() -> None:
+    free = (*BACKENDS[:2], TRTLLMMLAMultiStepDraftBackend, TRTLLMHAAttnMultiStepDraftBackend)
+    assert [kind.needs_cpu_seq_lens for kind in free] == [False] * 4
+    assert AttentionBackend.needs_cpu_seq_lens is True
+    needs: Any = peers.HostLengthsMLABackend
+    for order in ([needs, *free], [*free, needs]):
+        assert decide_needs_cpu_seq_lens(order) is True  # type: ignore[arg-type]
+    assert decide_needs_cpu_seq_lens(free) is False  # type: ignore[arg-type]
+    assert decide_needs_cpu_seq_lens([]) is False
+
+
+@pytest.mark.parametrize("mode", [Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND, Mode.DECODE])
+def test_an_mla_replay_neither_has_nor_misses_a_host_mirror(mode: Mode) -> None:
+    own = bench(MLA, mode)
+    assert own.batch.seq_lens_cpu is None
+    assert own.batch.seq_lens_sum is None
+    runner = own.captured(BUCKET)
+    with observe() as effects:
+        runner.replay(own.batch)
+    assert effects.host_reads == []
+
+
+def test_the_mask_is_one_buffer_of_exactly_the_largest_verify() -> None:
+    own = bench(MLA, Mode.TARGET_VERIFY).backend
+    assert own.cuda_graph_custom_mask is None
+    with pytest.raises(
+        ContractError, match=r"cuda_graph_custom_mask = None .* size one of your own"
+    ):
+        own.get_verify_buffers_to_fill_after_draft()
+    own.init_cuda_graph_state(5, 7)
+    mask, positions = own.get_verify_buffers_to_fill_after_draft()
+    # 256 tokens of context and 4 draft tokens.
+    assert (mask.dtype, mask.shape, positions) == (torch.bool, (7 * 260,), None)
+    assert mask is own.cuda_graph_custom_mask
+
+
+def test_draft_steps_and_targets_without_drafts_hold_no_mask() -> None:
+    steps = bench(MLA, Mode.MULTI_STEP_DRAFT)
+    steps.backend.init_cuda_graph_state(4, 4)
+    assert [step.cuda_graph_custom_mask for step in steps.steps] == [None] * 4
+    verify = bench(MHA, Mode.TARGET_VERIFY).backend
+    verify.init_cuda_graph_state(4, 16)
+    assert list(verify.get_verify_buffers_to_fill_after_draft()) == [None, None]
+
+
+# 3: verify and draft_extend_v2 on the decode kernel, draft_extend_v1 and extend on the context one
+
+KERNELS = (
+    (Mode.TARGET_VERIFY, {"decode_kernels": 2, "context_kernels": 0}),
+    (Mode.DRAFT_EXTEND_V2, {"decode_kernels": 2, "context_kernels": 0}),
+    (Mode.DRAFT_EXTEND, {"decode_kernels": 0, "context_kernels": 2}),
+)
+
+
+@pytest.mark.parametrize("execution", [EAGER, GRAPH])
+@pytest.mark.parametrize(
+    ("mode", "kernels"), KERNELS, ids=lambda x: x if isinstance(x, Mode) else ""
+)
+@pytest.mark.parametrize("subject", [MHA, XQA])
+def test_uniform_phases_run_on_the_decode_kernel(
+    subject: str, mode: Mode, kernels: dict[str, int], execution: Execution
+) -> None:
+    counts = cost(bench(subject, mode), execution, BUCKET).counts
+    assert counts | kernels == counts
+
+
+# 4: nothing is redone once the draft tokens are known
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_every_backend_has_the_hook_after_drafting(kind: type[AttentionBackend]) -> None:
+    name = "update_verify_buffers_to_fill_after_draft"
+    inherits = getattr(kind, name) is getattr(AttentionBackend, name)
+    assert inherits == (kind is not peers.VerifyFixUpMHABackend)
+
+
+@pytest.mark.parametrize("subject", [MHA, XQA, MLA, "trtllm_mha-verify_fix_up/xqa"])
+@pytest.mark.parametrize("execution", [EAGER, GRAPH])
+def test_the_hook_of_a_planned_target_verify_writes_nothing(
+    subject: str, execution: Execution
+) -> None:
+    own = bench(subject, Mode.TARGET_VERIFY)
+    if execution is EAGER:
+        own.backend.init_forward_metadata(own.batch)
+    else:
+        own.captured(BUCKET).prepare(own.batch)
+    tensors = [v for v in vars(own.plans[0]).values() if isinstance(v, torch.Tensor)]
+    versions = [tensor._version for tensor in tensors]
+    with observe() as effects:
+        own.backend.update_verify_buffers_to_fill_after_draft(own.batch.spec_info, BUCKET)
+    is_peer = "fix_up" in subject
+    assert bool(effects.operations) is is_peer
+    assert ([tensor._version for tensor in tensors] != versions) is is_peer
+    assert effects.host_reads == []
+
+
+@pytest.mark.parametrize("subject", [MHA, XQA, MLA])
+def test_target_verify_answers_alike_whether_or_not_the_hook_is_called(subject: str) -> None:
+    outputs = []
+    for calls in range(3):
+        own = bench(subject, Mode.TARGET_VERIFY)
+        runner = own.captured(BUCKET)
+        runner.prepare(own.batch)
+        for _ in range(calls):
+            own.backend.update_verify_buffers_to_fill_after_draft(own.batch.spec_info, BUCKET)
+        outputs.append(runner.run(own.batch).next_token_logits)
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])

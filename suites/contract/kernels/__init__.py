@@ -1,0 +1,1 @@
+"""Claims: kernels and their limits."""

@@ -1,0 +1,143 @@
+"""Probes call kernels past every check, and a table is judged by what they answer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.core.capability import CAPABILITIES, REFERENCE, XQA
+from harness.errors import KernelRefusal, UsageError
+from harness.kernels import reference
+from harness.kernels.checked import CheckedProvider
+from harness.kernels.limits import __main__ as limits
+from harness.kernels.limits.random_calls import Shape, draw
+from harness.kernels.limits.table import TABLE, Probe, probes
+from harness.kernels.reference import TorchPaged
+
+CPU = torch.device("cpu")
+REAL = tuple(dict.fromkeys(c for c in CAPABILITIES.values() if c is not REFERENCE))
+
+
+@pytest.mark.parametrize("probe", probes(REAL), ids=lambda p: f"{p.capability.name}-{p.what}")
+def test_the_emulation_refuses_exactly_what_is_beyond(probe: Probe) -> None:
+    call, provider = draw(probe.shape), TorchPaged(probe.capability)
+    if probe.is_within:
+        call.on(provider)
+        return
+    with pytest.raises(KernelRefusal, match=f"^{probe.capability.name} "):
+        call.on(provider)
+
+
+def test_every_kernel_has_probes_on_both_sides() -> None:
+    for capability in REAL:
+        asked = probes((capability,))
+        assert {probe.is_within for probe in asked} == {True, False}
+        assert len({probe.what for probe in asked}) == len(asked)
+    assert {capability for capability, *_ in TABLE} == set(REAL)
+
+
+def kernel(**changes: object) -> CheckedProvider:
+    return CheckedProvider(XQA, reference.KERNELS | changes)
+
+
+def refuses(*_: object, **__: object) -> torch.Tensor:
+    raise ValueError("head_dim must be even\nmore")
+
+
+def is_off(*args: torch.Tensor, **call: object) -> torch.Tensor:
+    return reference.KERNELS["decode"](*args, **call) * 1.02
+
+
+@pytest.mark.parametrize(
+    ("provider", "is_within", "verdict", "said"),
+    [
+        (kernel(), True, "right", "error "),
+        (kernel(), False, "stricter than the kernel", "error "),
+        (kernel(decode=refuses), True, "TOO LOOSE", "ValueError: head_dim must be even"),
+        (kernel(decode=refuses), False, "right", "ValueError: head_dim must be even"),
+        (kernel(decode=is_off), True, "TOO LOOSE", "error 2."),
+        (kernel(decode=is_off), False, "right", "error 2."),
+    ],
+)
+def test_verdicts(provider: CheckedProvider, is_within: bool, verdict: str, said: str) -> None:
+    # 17 queries and no mask: refused by every check on the way.
+    probe = Probe(XQA, "q_len 17", is_within, Shape(entry="decode", q_len=17, masked=False))
+    answer = limits.ask(probe, provider, CPU)
+    assert answer.verdict == verdict
+    assert answer.said.startswith(said)
+    assert "\n" not in answer.said
+
+
+def test_the_worst_row_counts() -> None:
+    expected = torch.ones(3, 2, 4)
+    assert limits.worst_row(expected, expected) == 0
+    off = expected.clone()
+    off[1] *= 1.25
+    assert limits.worst_row(off, expected) == pytest.approx(0.25)
+    off[2, 0, 0] = torch.nan
+    assert limits.worst_row(off, expected) > 1e30
+    empty = torch.zeros(3, 2, 4)
+    assert limits.worst_row(empty, empty) == 0
+    assert limits.worst_row(empty + 1e-6, empty) > 1e30
+
+
+def test_a_process_answers_for_one_probe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert limits.main(["--device", "cpu", "--probe", "1"]) == 0
+    answer = limits.Answer(**json.loads(capsys.readouterr().out))
+    assert (answer.kernel, answer.what, answer.verdict) == ("xqa", "head_dim 128", "right")
+
+
+def test_a_process_that_dies_or_hangs_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = probes((XQA,))[0]
+
+    def dies(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, -11, "", "noise\nillegal address\n")
+
+    monkeypatch.setattr(limits.subprocess, "run", dies)
+    assert limits.in_process(0, probe, "cpu").said == "died with -11: illegal address"
+
+    def hangs(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        raise subprocess.TimeoutExpired(command, 1)
+
+    monkeypatch.setattr(limits.subprocess, "run", hangs)
+    answer = limits.in_process(0, probe, "cpu")
+    assert (answer.said, answer.agrees) == (f"no answer in {limits.SECONDS} s", False)
+
+
+def test_the_command_prints_and_writes_every_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def runs(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        index = int(command[-1])
+        probe = probes(limits.kernels_on(CPU))[index]
+        answer = limits.Answer(probe.capability.name, probe.what, probe.is_within, not index, "so")
+        return subprocess.CompletedProcess(command, 0, json.dumps(asdict(answer)) + "\n", "")
+
+    monkeypatch.setattr(limits.subprocess, "run", runs)
+    page = tmp_path / "limits.md"
+    assert limits.main(["--device", "cpu", "--out", str(page)]) == 1
+    printed, count = capsys.readouterr().out.splitlines(), len(probes(REAL))
+    assert len(printed) == count
+    assert printed[0] == "xqa  head_dim 64  within  so  right"
+    assert printed[1].endswith("TOO LOOSE")
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| ")]
+    assert len(rows) == count + 1
+
+
+def test_kernels_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert limits.kernels_on(CPU) == REAL
+    monkeypatch.setattr(limits, "compute_capability", lambda _: (9, 0))
+    assert [c.name for c in limits.kernels_on(torch.device("cuda"))] == ["xqa", "flash_mla"]
+    made = TorchPaged(XQA)
+    monkeypatch.setattr(limits, "KERNELS", {("mha", "xqa"): lambda device: made})
+    assert limits.provider_of(XQA, torch.device("cuda")) is made
+
+
+def test_an_unknown_entry() -> None:
+    with pytest.raises(UsageError, match=r"entry = 'prefill' .* \['context', 'decode'"):
+        Shape(entry="prefill")

@@ -1,0 +1,106 @@
+"""What a real kernel rounds and spreads enters the question, the budget and the poison alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fixtures.tables import find
+from harness.core.case import Case, KVDtype, Mode
+from harness.core.numerics import LARGE, PLAIN, Numerics
+from harness.core.tolerance import budget
+from harness.differential.expected import expect
+from harness.differential.inputs import make_world
+from harness.differential.pool_state import set_stage
+from harness.oracle import low_precision_attend
+from harness.subjects import find_subject
+
+FP8_VERIFY = find("mha-target_verify-fp8_cache")
+ROUNDS = Numerics(
+    rounds_query=frozenset({Mode.TARGET_VERIFY}), rounds_weights=frozenset({Mode.TARGET_VERIFY})
+)
+
+
+def test_a_stand_in_has_plain_numerics_but_rounds_the_query_it_is_handed() -> None:
+    xqa, gen = find_subject("trtllm_mha/xqa"), find_subject("trtllm_mha/trtllm_gen")
+    assert xqa.numerics("cpu") == PLAIN
+    assert xqa.numerics("cuda").budget_factor > 1
+    assert gen.numerics("cpu").rounds_query == gen.numerics("cuda").rounds_query == frozenset(Mode)
+    assert find_subject("trtllm_mha/reference").numerics("cuda") == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("subject", "case", "spreads"),
+    [
+        ("trtllm_mha/xqa", "mha-target_verify-fp8_cache", True),
+        ("trtllm_mha/xqa", "mha-target_verify-bs2_ragged", False),
+        ("trtllm_mla/flash_mla", "mla-draft_extend_v1-bs2_ragged", True),
+        ("trtllm_mla/flash_mla", "mla-draft_extend_v2-bs2_ragged", False),
+    ],
+)
+def test_unread_slots_hold_nan_unless_the_kernel_spreads_it(
+    subject: str, case: str, spreads: bool
+) -> None:
+    found = find_subject(subject).numerics("cuda").unread(find(case))
+    assert found == LARGE if spreads else math.isnan(found)
+    assert math.isnan(find_subject(subject).numerics("cpu").unread(find(case)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float16])
+def test_what_stands_for_nan_is_finite_and_far_off(dtype: torch.dtype) -> None:
+    stored = torch.tensor(LARGE).to(dtype).float()
+    assert stored.isfinite()
+    assert stored > 300
+
+
+def test_a_stage_is_poisoned_by_what_it_is_told() -> None:
+    stage = set_stage(make_world(FP8_VERIFY), unread=LARGE)
+    assert all(buffer.float().isfinite().all() for buffer in stage.buffers().values())
+    assert any((buffer.float() == 384).any() for buffer in stage.buffers().values())
+
+
+def test_fp8_weights_are_rounded_relative_to_the_largest() -> None:
+    # Weights 1 and 0.3: times 448, the second is 134.4, which lies between 128 and 144.
+    q, k = torch.ones(1, 1, 1), torch.tensor([[[math.log(0.3)]], [[0.0]]])
+    v = torch.tensor([[[1.0]], [[0.0]]])
+    given = {"prefix_len": 1, "scale": 1.0, "dtype": torch.float32}
+    plain = low_precision_attend(q, k, v, **given)
+    rounded = low_precision_attend(q, k, v, weights_dtype=torch.float8_e4m3fn, **given)
+    assert plain.item() == pytest.approx(0.3 / 1.3)
+    assert rounded.item() == pytest.approx(128 / 448 / 1.3)
+
+
+def expected(case: Case, numerics: Numerics) -> tuple[torch.Tensor, torch.Tensor]:
+    world = make_world(case)
+    found = expect(world, world.batches[0], numerics=numerics)
+    return found.oracle.hidden_states, found.reference.hidden_states
+
+
+def test_a_rounded_query_is_the_oracles_too_and_rounded_weights_are_not() -> None:
+    plain, plain_reference = expected(FP8_VERIFY, PLAIN)
+    query, _ = expected(FP8_VERIFY, Numerics(rounds_query=ROUNDS.rounds_query))
+    weights, reference = expected(FP8_VERIFY, Numerics(rounds_weights=ROUNDS.rounds_weights))
+    assert not torch.equal(query, plain)
+    assert torch.equal(weights, plain)
+    assert (reference - plain).norm() > 3 * (plain_reference - plain).norm()
+
+
+@pytest.mark.parametrize("case", ["mha-decode-fp8_cache", "mha-target_verify-bs2_ragged"])
+def test_other_modes_and_caches_are_asked_as_before(case: str) -> None:
+    assert (find(case).mode in ROUNDS.rounds_query) != (find(case).kv_dtype is KVDtype.FP8)
+    for changed, plain in zip(
+        expected(find(case), ROUNDS), expected(find(case), PLAIN), strict=True
+    ):
+        assert torch.equal(changed, plain)
+
+
+def test_a_budget_grows_by_the_factor_in_every_part() -> None:
+    own = budget("logits", FP8_VERIFY.dtype)
+    wider = own.times(1.25)
+    assert (wider.floor, wider.factor, wider.mean_factor) == (
+        own.floor * 1.25,
+        own.factor * 1.25,
+        own.mean_factor * 1.25,
+    )

@@ -1,0 +1,121 @@
+"""Every provider answers as the reference kernel does, whatever way its package is to be asked."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fixtures.drivers.kernel_calls import CONTEXT, DECODE, MLA, MLA_CONTEXT, ROWS, row_id
+from fixtures.fakes.fake_kernels import MODULES
+from harness.core.capability import REFERENCE
+from harness.kernels import flash_mla, flashinfer_xqa, trtllm_gen, workspace
+from harness.kernels.checked import CheckedProvider
+from harness.kernels.flash_mla import FlashMLA
+from harness.kernels.flashinfer_xqa import FlashInferXQA
+from harness.kernels.limits.random_calls import Shape, draw
+from harness.kernels.reference import TorchPaged
+
+
+@pytest.fixture(autouse=True)
+def _packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in MODULES.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for user in (flash_mla, flashinfer_xqa, trtllm_gen):
+        monkeypatch.setattr(user, "cuda_device", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr(workspace, "_SHARED", {})
+    sizes = {name: size + workspace.MIB for name, size in workspace.SEMAPHORES.items()}
+    monkeypatch.setattr(workspace, "SIZES", sizes)
+
+
+def assert_agrees(provider: CheckedProvider, shape: Shape, seed: int = 0) -> None:
+    call = draw(shape, seed=seed)
+    obtained = call.on(provider)
+    reference = TorchPaged(replace(REFERENCE, casts_query_to_kv_dtype=shape.fp8_query))
+    expected = call.on(reference, out_dtype=torch.float32)
+    assert obtained.dtype == call.options["out_dtype"]
+    torch.testing.assert_close(obtained.float(), expected, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(("kind", "shape"), ROWS, ids=row_id)
+def test_every_entry_agrees_with_the_reference(kind, shape: Shape) -> None:
+    provider = kind("cuda")
+    assert_agrees(provider, shape)
+    assert provider.calls == [shape.entry]
+    assert workspace.check_semaphores(workspace.shared_workspaces()) == []
+
+
+def backwards(
+    out: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor
+) -> torch.Tensor:
+    """``scatter_``, the last element first: a GPU writes in any order."""
+    return out.copy_(out.scatter(dim, index.flip(dim), source.flip(dim)))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_one_plan_serves_every_batch_of_its_geometry(
+    sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths, pages and cuts change under the plan; only the index tensors are refilled."""
+    monkeypatch.setattr(torch.Tensor, "scatter_", backwards)
+    provider = FlashInferXQA("cuda")
+    context = provider.kernels["context"]
+    first = replace(CONTEXT, lengths=(300, 37, 131), q_len=21, sinks=sinks)
+    call = draw(first)
+    for lengths, q_lens in (((300, 37, 131), (21, 19, 17)), ((21, 300, 1), (21, 0, 1))):
+        other = draw(replace(first, lengths=lengths), seed=len(q_lens) + lengths[0])
+        ends = torch.tensor((0, *q_lens)).cumsum(0).int()
+        changes = {"cu_seqlens_q": ends, "block_tables": widened(other, call)}
+        changes["max_q_len"] = 21
+        options = other.options | changes
+        obtained = provider.context(*other.tensors, **options)
+        expected = TorchPaged(REFERENCE).context(
+            *other.tensors, **options | {"out_dtype": torch.float32}
+        )
+        torch.testing.assert_close(obtained.float(), expected, rtol=2e-2, atol=1e-2)
+    assert len(context._plans) == 1
+
+
+def widened(call, like) -> torch.Tensor:
+    """The block tables of a call in the width of another's."""
+    tables, width = call.options["block_tables"], like.options["block_tables"].shape[1]
+    return torch.nn.functional.pad(tables, (0, width - tables.shape[1]))
+
+
+def test_another_geometry_has_a_plan_of_its_own() -> None:
+    provider = FlashInferXQA("cuda")
+    for shape in (CONTEXT, replace(CONTEXT, window_left=9), replace(CONTEXT, q_len=19), CONTEXT):
+        assert_agrees(provider, shape)
+    assert len(provider.kernels["context"]._plans) == 3
+
+
+def test_variants_with_sinks_are_built_for_each_head_size() -> None:
+    for head_dim in (64, 128):
+        assert_agrees(FlashInferXQA("cuda"), replace(CONTEXT, sinks=True, head_dim=head_dim))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        (FlashInferXQA, DECODE),
+        (FlashInferXQA, CONTEXT),
+        (FlashMLA, MLA),
+        (FlashMLA, MLA_CONTEXT),
+    ],
+    ids=row_id,
+)
+def test_nothing_is_launched_for_no_request(kind, shape: Shape) -> None:
+    call, provider = draw(shape), kind("cuda")
+    nothing = {"batch_size": 0} if shape.entry.endswith("context") else {}
+    for name in ("block_tables", "seq_lens"):
+        nothing[name] = call.options[name][:0]
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        if name in call.options:
+            nothing[name] = call.options[name][:1]
+    q, *caches = call.tensors
+    provider.kernels = {}
+    out = getattr(provider, shape.entry)(q[:0], *caches, **call.options | nothing)
+    value_dim = 512 if caches[1:] == [] else 64
+    assert out.shape == (0, shape.heads, value_dim)

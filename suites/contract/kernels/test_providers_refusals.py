@@ -1,0 +1,182 @@
+"""A kernel that is not there, or not for this device or call, says so in one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from fixtures.fakes.fake_kernels import MODULES
+from harness.core.capability import XQA
+from harness.core.case import Dtype, Family
+from harness.errors import CaptureViolation, KernelRefusal, UsageError
+from harness.kernels import flashinfer_prefill, flashinfer_xqa, packages, workspace
+from harness.kernels.checked import CheckedProvider
+from harness.kernels.flash_mla import FlashMLA
+from harness.kernels.flashinfer_xqa import FlashInferXQA
+from harness.kernels.limits.random_calls import Shape, draw
+from harness.kernels.reference import TorchPaged
+from harness.kernels.trtllm_gen import TRTLLMGen
+
+KERNELS: dict[str, Callable[[str], CheckedProvider]] = {
+    "xqa": FlashInferXQA,
+    "flash_mla": FlashMLA,
+    "trtllm_gen mha": partial(TRTLLMGen, Family.MHA),
+    "trtllm_gen mla": partial(TRTLLMGen, Family.MLA),
+}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
+    """Pretend a GPU of that compute capability as device 0."""
+
+    def pretend(compute_capability: tuple[int, int]) -> None:
+        monkeypatch.setattr(packages, "compute_capability", lambda _: compute_capability)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    return pretend
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_cpu_is_no_device_of_a_real_kernel(kernel: str) -> None:
+    with pytest.raises(UsageError, match=r"device = 'cpu' .* a CUDA device for "):
+        KERNELS[kernel]("cpu")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "present", "text"),
+    [
+        ("xqa", (8, 9), "xqa needs compute capability 9.0 or 12.0 or 12.1, this device has 8.9"),
+        ("flash_mla", (10, 0), "flash_mla needs compute capability 9.0, this device has 10.0"),
+        (
+            "trtllm_gen mha",
+            (9, 0),
+            "trtllm_gen needs compute capability 10.0 or 10.3, this device has 9.0",
+        ),
+        (
+            "trtllm_gen mla",
+            (12, 0),
+            "trtllm_gen needs compute capability 10.0 or 10.3, this device has 12.0",
+        ),
+    ],
+)
+def test_another_architecture(gpu: Any, kernel: str, present: tuple[int, int], text: str) -> None:
+    gpu(present)
+    with pytest.raises(UsageError) as caught:
+        KERNELS[kernel]("cuda")
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("kernel", "present", "module", "wanted"),
+    [
+        ("xqa", (9, 0), "flashinfer.decode", "xqa needs flashinfer-python 0.6.12"),
+        ("flash_mla", (9, 0), "sgl_kernel.flash_mla", "flash_mla needs sglang-kernel 0.4.4"),
+        ("trtllm_gen mla", (10, 3), "flashinfer.mla", "trtllm_gen needs flashinfer-python 0.6.12"),
+    ],
+)
+def test_a_missing_package(
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: Any,
+    kernel: str,
+    present: tuple[int, int],
+    module: str,
+    wanted: str,
+) -> None:
+    gpu(present)
+    for name, fake in MODULES.items():
+        monkeypatch.setitem(sys.modules, name, None if name == module else fake)
+    with pytest.raises(UsageError) as caught:
+        KERNELS[kernel]("cuda")
+    line = str(caught.value)
+    assert line.startswith(f"{wanted}, which cannot be imported (")
+    assert line.endswith("; install it with: pip install 'specgate[gpu]'")
+    assert "\n" not in line
+
+
+def test_the_device_has_its_index(gpu: Any) -> None:
+    gpu((9, 0))
+    assert packages.cuda_device("cuda", XQA) == torch.device("cuda", 0)
+    assert packages.cuda_device("cuda:3", XQA) == torch.device("cuda", 3)
+
+
+@pytest.fixture
+def provider(monkeypatch: pytest.MonkeyPatch) -> FlashInferXQA:
+    """XQA on fakes, on the CPU."""
+    for name, fake in MODULES.items():
+        monkeypatch.setitem(sys.modules, name, fake)
+    monkeypatch.setattr(flashinfer_xqa, "cuda_device", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr(workspace, "_SHARED", {})
+    monkeypatch.setattr(workspace, "SIZES", dict.fromkeys(workspace.SIZES, 9 * workspace.MIB))
+    return FlashInferXQA("cuda")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(entry="decode", q_len=4, masked=False),
+        Shape(entry="decode", q_len=17),
+        Shape(entry="decode", q_len=2, window_left=20),
+        Shape(entry="decode", dtype=Dtype.FP32),
+        Shape(entry="context", page_size=8),
+        Shape(entry="context", heads=66),
+        Shape(entry="mla_decode"),
+        Shape(entry="mla_context"),
+    ],
+    ids=lambda shape: shape.entry,
+)
+def test_it_refuses_what_its_emulation_refuses(provider: FlashInferXQA, shape: Shape) -> None:
+    call, provider.kernels = draw(shape), {}
+    with pytest.raises(KernelRefusal, match=f"^xqa {shape.entry}: ") as real:
+        call.on(provider)
+    with pytest.raises(KernelRefusal) as emulated:
+        call.on(TorchPaged(provider.capability))
+    assert str(real.value) == str(emulated.value)
+    assert provider.calls == []
+
+
+def test_a_geometry_first_seen_during_capture(
+    monkeypatch: pytest.MonkeyPatch, provider: FlashInferXQA
+) -> None:
+    shape = Shape(entry="context", q_len=5)
+    draw(shape).on(provider)
+    monkeypatch.setattr(flashinfer_prefill, "is_readable", lambda _: False)
+    draw(shape).on(provider)
+    with pytest.raises(CaptureViolation, match=r"planned during capture.* max_q_len 7, .*"):
+        draw(replace(shape, q_len=7)).on(provider)
+
+
+def test_workspaces_are_zeroed_once_and_shared_by_a_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspace, "_SHARED", {})
+    cpu = torch.device("cpu")
+    xqa, prefill = workspace.workspace("xqa", cpu), workspace.workspace("prefill", cpu)
+    assert workspace.workspace("xqa", cpu) is xqa
+    assert xqa.buffer.data_ptr() != prefill.buffer.data_ptr()
+    assert xqa.semaphores.numel() == 8 << 20
+    assert xqa.scratch.data_ptr() == xqa.buffer.data_ptr() + (8 << 20)
+    assert xqa.scratch.numel() + (8 << 20) == xqa.buffer.numel()
+    assert prefill.scratch.numel() == prefill.buffer.numel()
+    xqa.scratch[:3], prefill.buffer[:3] = 1, 1
+    assert workspace.check_semaphores(workspace.shared_workspaces()) == []
+    # The last byte: a check that counts elements for bytes would miss it.
+    xqa.semaphores[5], xqa.semaphores[-1] = 1, 7
+    assert workspace.check_semaphores(workspace.shared_workspaces()) == [
+        "semaphores of xqa on cpu: byte 5 and 1 more are not 0 [identity and lifetime]"
+    ]
+
+
+def test_a_workspace_is_not_made_during_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspace, "_SHARED", {})
+    cpu = torch.device("cpu")
+    known = workspace.workspace("prefill", cpu)
+    monkeypatch.setattr(workspace, "is_readable", lambda _: False)
+    assert workspace.workspace("prefill", cpu) is known
+    with pytest.raises(CaptureViolation, match="the workspace of xqa on cpu is made during"):
+        workspace.workspace("xqa", cpu)
+    with pytest.raises(UsageError, match=r"family = 'sparse' .*'trtllm_gen', 'xqa'\]"):
+        workspace.workspace("sparse", cpu)

@@ -1,0 +1,112 @@
+"""The fakes take what the real packages take, so a call that the fakes bind, the real ones bind.
+
+The packages are read, not imported: neither imports on a machine without CUDA. To have FlashInfer's
+sources here: ``pip install --no-deps flashinfer-python==0.6.12``.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fixtures.fakes import fake_kernels, fake_prefill
+
+WRAPPER = fake_kernels.BatchPrefillWithPagedKVCacheWrapper
+FLASHINFER = ("flashinfer-python", "0.6.12")
+SGL_KERNEL = ("sglang-kernel", "0.4.4")
+FAKES: tuple[tuple[tuple[str, str], str, Callable[..., Any]], ...] = (
+    (FLASHINFER, "flashinfer/decode.py", fake_kernels.xqa_batch_decode_with_kv_cache),
+    (FLASHINFER, "flashinfer/decode.py", fake_kernels.trtllm_batch_decode_with_kv_cache),
+    (FLASHINFER, "flashinfer/prefill.py", fake_prefill.trtllm_batch_context_with_kv_cache),
+    (FLASHINFER, "flashinfer/mla/_core.py", fake_kernels.trtllm_batch_decode_with_kv_cache_mla),
+    (FLASHINFER, "flashinfer/prefill.py", WRAPPER.__init__),
+    (FLASHINFER, "flashinfer/prefill.py", WRAPPER.plan),
+    (FLASHINFER, "flashinfer/prefill.py", WRAPPER.run),
+    (SGL_KERNEL, "sgl_kernel/flash_mla.py", fake_kernels.get_mla_metadata),
+    (SGL_KERNEL, "sgl_kernel/flash_mla.py", fake_kernels.flash_mla_with_kvcache),
+)
+
+
+def source(package: tuple[str, str], file: str) -> str:
+    name, version = package
+    try:
+        found = distribution(name)
+    except PackageNotFoundError:
+        pytest.skip(f"{name} is not installed: pip install --no-deps {name}=={version}")
+    assert found.version == version
+    return Path(str(found.locate_file(file))).read_text(encoding="utf-8")
+
+
+def real(text: str, name: str) -> ast.arguments:
+    """Parameters of the last definition of a qualified name; earlier ones are overloads."""
+    body = ast.parse(text).body
+    for part in name.split("."):
+        named = [node for node in body if getattr(node, "name", None) == part]
+        body = named[-1].body
+    return named[-1].args
+
+
+def misfits(fake: inspect.Signature, args: ast.arguments) -> list[str]:
+    """Where a call that the fake binds would not bind to the real parameters, or mean another."""
+    positional = [arg.arg for arg in (*args.posonlyargs, *args.args)]
+    keyword = positional + [arg.arg for arg in args.kwonlyargs]
+    required = positional[: len(positional) - len(args.defaults)]
+    required += [
+        arg.arg
+        for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)
+        if not default
+    ]
+    kinds = {kind: [p.name for p in fake.parameters.values() if p.kind is kind] for kind in KINDS}
+    by_place, by_name, rest = (kinds[kind] for kind in KINDS)
+    found = [
+        f"{place}: {mine}, really {theirs}"
+        for place, (mine, theirs) in enumerate(zip(by_place, positional, strict=False))
+        if mine != theirs
+    ]
+    found += [f"{name} is no parameter" for name in by_name if name not in keyword]
+    found += [f"{name} is required" for name in required if name not in by_place + by_name]
+    found += ["more arguments are not taken" for _ in rest if args.vararg is None]
+    return found
+
+
+KINDS = (
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.KEYWORD_ONLY,
+    inspect.Parameter.VAR_POSITIONAL,
+)
+
+
+@pytest.mark.parametrize(
+    ("package", "file", "fake"), FAKES, ids=lambda v: getattr(v, "__qualname__", None)
+)
+def test_fake_has_the_real_parameters(
+    package: tuple[str, str], file: str, fake: Callable[..., Any]
+) -> None:
+    args = real(source(package, file), fake.__qualname__)
+    assert misfits(inspect.signature(fake), args) == []
+
+
+REAL = "def f(a, b, c=1, *, d, e=2): ..."
+
+
+@pytest.mark.parametrize(
+    ("fake", "text"),
+    [
+        (lambda a, b, *, d: None, None),
+        (lambda a, b, c, *, e, d: None, None),
+        (lambda b, a, *, d: None, "0: b, really a"),
+        (lambda a, *, d: None, "b is required"),
+        (lambda a, b: None, "d is required"),
+        (lambda a, b, *, d, g: None, "g is no parameter"),
+        (lambda a, b, *rest, d: None, "more arguments are not taken"),
+    ],
+)
+def test_a_misfit_is_named(fake: Callable[..., Any], text: str | None) -> None:
+    found = misfits(inspect.signature(fake), real(REAL, "f"))
+    assert text in found if text else found == []

@@ -1,0 +1,1 @@
+"""Claims: models and checkpoints."""

@@ -1,0 +1,158 @@
+"""A model computes what its architecture says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fixtures.drivers.tiny_models import TINY_PAIRS
+from fixtures.models import dense
+from harness.core.case import Dtype
+from harness.core.tolerance import budget
+from harness.differential.compare import compare
+from harness.engine.models.checkpoint import random_checkpoint
+from harness.engine.models.layers import rms_norm, rotate_halves, rotate_pairs
+from harness.engine.models.loader import build_pair, random_pair
+from harness.errors import ContractError
+from harness.oracle import Decoder, Draft
+
+FAMILIES = tuple(TINY_PAIRS)
+TEXT = torch.tensor([5, 96, 0, 17, 17, 3, 60, 8, 41])
+
+
+def run(model, tokens, hidden=None, first_position=0):
+    """Logits and hidden states of one sequence [n]."""
+    given = None if hidden is None else hidden[None]
+    out = dense.forward(model, dense.Chains(1), tokens[None], first_position, given)
+    return out.next_token_logits[0], out.hidden_states[0]
+
+
+def assert_equal_to(obtained, expected, plain):
+    for quantity, *rows in zip(("hidden_states", "logits"), obtained, expected, plain, strict=True):
+        found = compare(quantity, *rows, budget(quantity, Dtype.FP32))
+        assert not found.message, found.message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="own_head"),
+        pytest.param({"tie_word_embeddings": True, "n_shared_experts": 0}, id="tied_none_shared"),
+    ],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_target_and_draft_equal_the_oracle(family, changes):
+    raw_target, raw_draft = (raw | changes for raw in TINY_PAIRS[family])
+    target = raw_target, random_checkpoint(raw_target, 3)
+    draft = raw_draft | {"num_experts_per_tok": 2}, random_checkpoint(raw_draft, 4)
+    pair = build_pair(target, draft, torch.float32)
+    judge, plain = Decoder(*target), Decoder(*target, dtype=torch.float32)
+
+    logits, hidden = run(pair.target, TEXT)
+    assert_equal_to((hidden, logits), judge.forward(TEXT), plain.forward(TEXT))
+
+    fed = hidden[:-1]
+    logits, out = run(pair.draft, TEXT[1:], fed)
+    expected = Draft(*draft, judge).forward(TEXT[1:], fed)
+    assert_equal_to((out, logits), expected, Draft(*draft, plain).forward(TEXT[1:], fed))
+
+
+def test_an_eagle_draft_norms_before_attention_from_its_second_layer_on():
+    raw_target, raw_draft = TINY_PAIRS["gqa"]
+    target = raw_target, random_checkpoint(raw_target, 3)
+    raw_draft = raw_draft | {"num_hidden_layers": 2}
+    draft = raw_draft, random_checkpoint(raw_draft, 4)
+    names = [name for name in draft[1] if "input_layernorm" in name]
+    assert names == ["layers.1.input_layernorm.weight"]
+    pair = build_pair(target, draft, torch.float32)
+    judge, plain = Decoder(*target), Decoder(*target, dtype=torch.float32)
+    _, hidden = run(pair.target, TEXT[:-1])
+    logits, out = run(pair.draft, TEXT[1:], hidden)
+    expected = Draft(*draft, judge).forward(TEXT[1:], hidden)
+    assert_equal_to((out, logits), expected, Draft(*draft, plain).forward(TEXT[1:], hidden))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_hidden_state_reaches_its_own_row_and_later_ones(family):
+    pair = random_pair(*TINY_PAIRS[family], seed=1)
+    hidden = torch.randn(len(TEXT), 48)
+    other = hidden.clone()
+    other[4] += 0.1
+    before, after = (run(pair.draft, TEXT, h)[0] for h in (hidden, other))
+    changed = (before != after).any(1)
+    assert changed.tolist() == [False] * 4 + [True] * 5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_draft_without_hidden_states_is_refused(family):
+    pair = random_pair(*TINY_PAIRS[family], seed=1)
+    batch = SimpleNamespace(attn_backend=dense.Chains(1), spec_info=None)
+    with pytest.raises(ContractError, match=r"spec_info.hidden_states = 'NoneType'"):
+        pair.draft.forward(TEXT, torch.arange(len(TEXT)), batch)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_distances_between_positions_matter(family):
+    target = random_pair(*TINY_PAIRS[family], seed=1).target
+    here, there = (run(target, TEXT, first_position=p)[0] for p in (0, 300))
+    torch.testing.assert_close(here, there, rtol=0, atol=1e-4)
+    cache = dense.Cached(1)
+    dense.forward(target, cache, TEXT[None, :4])
+    gap = dense.forward(target, cache, TEXT[None, 4:], first_position=5).next_token_logits[0]
+    assert (gap - here[4:]).abs().amax(1).min() > 1e-2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_logits_are_float32_and_hidden_states_of_the_weights_dtype(family, dtype):
+    pair = random_pair(*TINY_PAIRS[family], seed=1, dtype=dtype)
+    logits, hidden = run(pair.target, TEXT)
+    drafted, out = run(pair.draft, TEXT, hidden)
+    assert (logits.dtype, drafted.dtype) == (torch.float32,) * 2
+    assert (hidden.dtype, out.dtype) == (dtype,) * 2
+
+
+def test_the_correction_bias_chooses_and_does_not_weigh():
+    raw_target, raw_draft = TINY_PAIRS["mla"]
+    raw_draft = raw_draft | {"num_experts_per_tok": 2}
+    draft = random_checkpoint(raw_draft, 4)
+    # Expert 1 has the lowest affinity and the highest bias.
+    odds = torch.tensor([3.0, 1.0, 2.0])
+    draft["model.layers.0.mlp.gate.weight"][:] = 0
+    draft["model.layers.0.mlp.gate.weight"][:, 0] = odds.log()
+    draft["model.layers.0.mlp.gate.e_score_correction_bias"][:] = torch.tensor([0.0, 0.5, 0.0])
+    target = raw_target, random_checkpoint(raw_target, 3)
+    layer = build_pair(target, (raw_draft, draft), torch.float32).draft.layers[0]
+    x = torch.zeros(2, 48)
+    x[0, 0] = 1.0
+    # Affinities odds / (1 + odds): 3/4, 1/2, 2/3; all 1/2 where the token says nothing. Ties go
+    # either way, so row 1 only tells that the biased expert is chosen, at an equal share.
+    shares = layer.routing(x) / 2.5
+    torch.testing.assert_close(shares[0], torch.tensor([0.6, 0.4, 0.0]))
+    assert shares[1, 1] == 0.5
+    torch.testing.assert_close(shares.sum(1), torch.ones(2))
+
+
+QUARTER_AND_HALF_TURN = torch.tensor([0.0, -1.0]), torch.tensor([1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("rotate", "expected"),
+    [
+        # Pairs (1, 3) and (2, 4): a quarter turn makes (-3, 1), a half turn (-2, -4).
+        pytest.param(rotate_halves, [-3.0, -2.0, 1.0, -4.0], id="halves"),
+        # Pairs (1, 2) and (3, 4): a quarter turn makes (-2, 1), a half turn (-3, -4).
+        pytest.param(rotate_pairs, [-2.0, 1.0, -3.0, -4.0], id="pairs"),
+    ],
+)
+def test_rotary_layouts(rotate, expected):
+    turned = rotate(torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]), QUARTER_AND_HALF_TURN)
+    assert turned.tolist() == [[expected]]
+
+
+def test_rms_norm_by_hand():
+    # mean square of (3, 4) is 12.5; with eps 3.5 the root is 4.
+    normed = rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([2.0, 10.0]), 3.5)
+    assert normed.tolist() == [[1.5, 10.0]]

@@ -1,0 +1,1 @@
+"""Claims: SGLang's data structures and released wheels."""

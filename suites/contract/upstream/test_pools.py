@@ -1,0 +1,144 @@
+"""A slot belongs to one token: tables, pages and pools keep, quantize and translate it exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fixtures.toys.toy_attention import PAGE, mha_layer, mha_pool, mla_layer
+from harness.errors import CapacityError, ContractError
+from harness.upstream.allocator import PADDING_SLOT, PagedAllocator, ReqToTokenPool
+from harness.upstream.base_attn_backend import AttentionLayer
+from harness.upstream.memory_pool import MHATokenToKVPool, MLATokenToKVPool, quantize
+
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("pool", "first", "free", "what"),
+    [
+        (ReqToTokenPool(3, 8), [0, 1], "available", "request"),
+        (PagedAllocator(4, PAGE), [1, 2], "available_pages", "page"),
+    ],
+    ids=["rows", "pages"],
+)
+def test_what_is_taken_is_nobody_elses_until_it_is_given_back(
+    pool: Any, first: list[int], free: str, what: str
+) -> None:
+    assert getattr(pool, free) == 3
+    assert pool.alloc(2) == first
+    assert getattr(pool, free) == 1
+    with pytest.raises(CapacityError, match=rf"{what}s = 2 .* at most 1 free"):
+        pool.alloc(2)
+    assert getattr(pool, free) == 1
+    assert pool.alloc(1) == [first[1] + 1]
+    assert pool.alloc(0) == []
+    pool.free(first[:1])
+    assert pool.alloc(1) == first[:1]
+    pool.free([first[1], first[0]])
+    with pytest.raises(ContractError, match=rf"{what} .*{first[1]} freed twice"):
+        pool.free([first[1]])
+    assert getattr(pool, free) == 2
+
+
+def test_the_padding_page_is_never_handed_out_nor_taken_back() -> None:
+    pages = PagedAllocator(5, PAGE)
+    assert PADDING_SLOT not in pages.alloc(4)
+    with pytest.raises(ContractError, match="padding page freed"):
+        pages.free([PADDING_SLOT])
+    assert (pages.num_pages, pages.page_size, pages.available_pages) == (5, PAGE, 0)
+
+
+def test_a_request_table_starts_on_the_padding_slot() -> None:
+    table = ReqToTokenPool(3, 8).req_to_token
+    assert (table.dtype, table.shape) == (torch.int32, (3, 8))
+    assert not table.any()
+
+
+# e4m3 holds steps of 2 between 16 and 32 and ends at 448; ties go to even.
+VALUES = [0.0, 3.0, 8.5, 9.5, -1000.0, 447.0]
+STORED = (
+    (1.0, FP8, [0.0, 3.0, 8.0, 10.0, -448.0, 448.0]),
+    (0.5, FP8, [0.0, 6.0, 16.0, 20.0, -448.0, 448.0]),
+    (4.0, FP8, [0.0, 0.75, 2.0, 2.5, -256.0, 112.0]),
+    (0.5, torch.float32, VALUES),
+    (0.5, torch.bfloat16, [0.0, 3.0, 8.5, 9.5, -1000.0, 448.0]),
+)
+
+
+@pytest.mark.parametrize(("scale", "dtype", "wanted"), STORED, ids=str)
+def test_only_an_fp8_cache_scales_and_saturates(
+    scale: float, dtype: torch.dtype, wanted: list[float]
+) -> None:
+    stored = quantize(torch.tensor(VALUES), scale, dtype)
+    assert stored.dtype == dtype
+    assert stored.float().tolist() == wanted
+
+
+def kv(count: int, heads: int = 2, dim: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys count up, values count down, so that no two rows are alike."""
+    rows = torch.arange(1.0, count * heads * dim + 1).view(count, heads, dim) / 8
+    return rows, -rows.flip(0)
+
+
+@pytest.mark.parametrize("layer_id", [0, 1])
+def test_mha_writes_keys_and_values_of_one_layer_to_their_slots_alone(layer_id: int) -> None:
+    pool = mha_pool(layers=2)
+    before = [buffer.clone() for buffer in (*pool.k_buffer, *pool.v_buffer)]
+    (k, v), loc = kv(3), torch.tensor([30, 5, 18])
+    pool.set_kv_buffer(mha_layer(layer_id, k_scale=0.5, v_scale=3.0), loc, k, v)
+    before[layer_id][loc], before[2 + layer_id][loc] = k, v
+    for buffer, wanted in zip((*pool.k_buffer, *pool.v_buffer), before, strict=True):
+        assert torch.equal(buffer, wanted)
+    keys, values = pool.get_kv_buffer(layer_id)
+    assert keys.shape == values.shape == (pool.num_pages, PAGE, 2, 8)
+    # Slot 30 is the third of page 7; the pages are the buffer, not a copy.
+    assert torch.equal(keys[7, 2], k[0])
+    assert torch.equal(values[7, 2], v[0])
+    assert keys.data_ptr() == pool.k_buffer[layer_id].data_ptr()
+
+
+def test_keys_and_values_have_their_own_scales_and_sizes() -> None:
+    sizes = {"num_pages": 3, "page_size": PAGE, "num_layers": 1, "num_kv_heads": 2}
+    pool = MHATokenToKVPool(**sizes, head_dim=8, v_head_dim=4, dtype=FP8)
+    (k, v), loc = (torch.full((2, 2, 8), 6.0), torch.full((2, 2, 4), 6.0)), torch.tensor([9, 4])
+    pool.set_kv_buffer(AttentionLayer(0, 4, 2, 8, 4, 0.4, k_scale=0.5, v_scale=2.0), loc, k, v)
+    assert pool.k_buffer[0][loc].float().unique().tolist() == [12.0]
+    assert pool.v_buffer[0][loc].float().unique().tolist() == [3.0]
+    assert [buffer.shape for buffer in pool.get_kv_buffer(0)] == [(3, 4, 2, 8), (3, 4, 2, 4)]
+    assert MHATokenToKVPool(**sizes, head_dim=8, dtype=FP8).v_buffer[0].shape == (12, 2, 8)
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1.0), (FP8, 0.5)], ids=str)
+def test_mla_stores_the_latent_and_the_rotary_key_side_by_side_under_the_keys_scale(
+    dtype: torch.dtype, scale: float
+) -> None:
+    sizes = {"num_pages": 3, "page_size": PAGE, "kv_lora_rank": 16, "qk_rope_head_dim": 4}
+    pool = MLATokenToKVPool(**sizes, num_layers=2, dtype=dtype)
+    latent, rope, loc = (
+        torch.full((2, 1, 16), 3.0),
+        torch.full((2, 1, 4), -5.0),
+        torch.tensor([6, 9]),
+    )
+    layer = AttentionLayer(1, 4, 1, 20, 16, 0.3, k_scale=0.5, v_scale=7.0)
+    pool.set_mla_kv_buffer(layer, loc, latent, rope)
+    assert not pool.kv_buffer[0].float().any()
+    stored = pool.kv_buffer[1].float()
+    assert stored[loc].tolist() == [[3.0 / scale] * 16 + [-5.0 / scale] * 4] * 2
+    assert not stored[[i for i in range(12) if i not in (6, 9)]].any()
+    assert pool.get_key_buffer(1).shape == (3, PAGE, 20)
+    assert torch.equal(pool.get_key_buffer(1)[1, 2].float(), stored[6])
+
+
+def test_mla_takes_rows_with_or_without_the_head_dimension() -> None:
+    pools = []
+    for shape in ((2, 1), (2,)):
+        sizes = {"num_pages": 3, "page_size": PAGE, "kv_lora_rank": 16, "qk_rope_head_dim": 4}
+        pool = MLATokenToKVPool(**sizes, num_layers=1, dtype=torch.float32)
+        latent = torch.arange(32.0).view(*shape, 16)
+        rope = torch.arange(8.0).view(*shape, 4)
+        pool.set_mla_kv_buffer(mla_layer(), torch.tensor([6, 9]), latent, rope)
+        pools.append(pool.kv_buffer[0])
+    assert torch.equal(*pools)

@@ -1,0 +1,1 @@
+"""Claims: benchmarks and their statistics."""

@@ -1,0 +1,73 @@
+"""A server that is fast and wrong is not measured."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from fixtures import bench
+from fixtures.pytest_plugin.answers import PROMPTS, check_answers
+from fixtures.pytest_plugin.goldens import load_prompt, prompts
+from fixtures.tables.workloads import WORKLOADS
+from harness.bench.arms import parse
+from harness.errors import ContractError
+from harness.server.client.vllm import NOTHING
+
+BATCH = WORKLOADS["smoke-bs2-in32-out32"]
+
+
+class Client:
+    """Knows the recorded answers of a pair, but for one token of one prompt."""
+
+    def __init__(self, pair, wrong=None, place=0):
+        self.due = {text: load_prompt(pair, i).token_ids for i, text in enumerate(prompts(pair))}
+        self.wrong, self.place = wrong, place
+        self.asked, self.most, self.together = [], 0, 0
+        self.lock = threading.Lock()
+        self.both = threading.Barrier(BATCH.batch_size)
+
+    def generate(self, text, max_new_tokens):
+        with self.lock:
+            self.asked.append(text)
+            self.together += 1
+            self.most = max(self.most, self.together)
+        self.both.wait(timeout=10)
+        with self.lock:
+            self.together -= 1
+        tokens = list(self.due[text][:max_new_tokens])
+        if text == self.wrong:
+            tokens[self.place] += 1
+        return replace(NOTHING, output_ids=tuple(tokens))
+
+
+@pytest.mark.parametrize("pair", ["gqa", "mla"])
+def test_the_shortest_prompts_are_asked_as_many_at_a_time_as_the_workload(pair):
+    client = Client(pair)
+    check_answers(parse(f"embedded:pair={pair}"), client, BATCH)
+    assert len(set(client.asked)) == PROMPTS
+    lengths = sorted(map(len, prompts(pair)))
+    assert sorted(map(len, client.asked)) == lengths[:PROMPTS]
+    assert client.most == BATCH.batch_size
+
+
+@pytest.mark.parametrize("pair", ["gqa", "mla"])
+def test_one_wrong_token_is_named(pair):
+    index = min(range(len(prompts(pair))), key=lambda i: len(prompts(pair)[i]))
+    margins = load_prompt(pair, index).margins
+    place = max(range(len(margins)), key=margins.__getitem__)  # the oracle's surest
+    client = Client(pair, wrong=prompts(pair)[index], place=place)
+    with pytest.raises(ContractError, match=rf"prompt {index} of {pair}: tokens: item {place} is"):
+        check_answers(parse(f"sglang:pair={pair}"), client, BATCH)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "is_known"),
+    [
+        ("embedded:", "sglang:pair=mla", True),
+        ("embedded:", "url:http://host", False),
+        ("sglang:target=/models/own", "sglang:", False),
+    ],
+)
+def test_where_one_arm_has_an_unknown_model_nobody_is_checked(a, b, is_known):
+    options = bench.parser().parse_args(["--a", a, "--b", b])
+    assert (bench.trials(bench.setup(options)).check is not None) == is_known

@@ -1,0 +1,164 @@
+"""Every arm is one word, and every mistake in one is named."""
+
+import pytest
+
+from fixtures import bench
+from fixtures.tables.workloads import DEFAULT, WORKLOADS
+from harness.bench.arms import parse
+from harness.bench.plan import Setup
+from harness.bench.session_records import ArmFacts, Role, Workload
+from harness.errors import ContractError, UsageError
+
+PAIRS = bench.PAIRS
+TWICE = f"{DEFAULT[0]},{DEFAULT[0]}"
+
+
+def test_an_embedded_arm_is_a_command_of_serve():
+    arm = parse("embedded:pair=mla,spec=v1,slowdown=0.05,num_steps=2")
+    words = " ".join(arm.facts().command)
+    assert "-m harness serve --pair mla" in words
+    for flag in ("--spec v1", "--num-steps 2", "--slowdown 0.05"):
+        assert flag in words
+    assert "--port" not in words
+    assert arm.slows_itself
+    assert set(arm.facts().versions) == {"torch"}
+    assert parse("embedded:pair=gqa").facts() == parse("embedded:pair=gqa").facts()
+
+
+def test_the_planted_arm_is_the_same_one_slower():
+    arm = parse("embedded:pair=gqa")
+    slow = arm.planted(0.05)
+    extra = [word for word in slow.facts().command if word not in arm.facts().command]
+    assert extra == ["--slowdown", "0.05"]
+    assert "--slowdown" not in arm.facts().command
+
+
+def test_a_sglang_arm_has_a_pair_or_folders(monkeypatch):
+    monkeypatch.setattr("harness.bench.arms._version", lambda python, package: f"{package} 9")
+    arm = parse("sglang:backend=triton,pair=mla,args=--a 1 --b,python=/x/python,num_steps=2", PAIRS)
+    command = arm.facts().command
+    assert command[0] == "/x/python"
+    assert command[-3:] == ("--a", "1", "--b")
+    words = " ".join(command)
+    assert f"--model-path {PAIRS['mla'] / 'target'}" in words
+    assert f"--speculative-draft-model-path {PAIRS['mla'] / 'draft'}" in words
+    assert "--speculative-num-steps 2" in words
+    assert "port" not in words
+    assert arm.facts().versions == {"sglang": "sglang 9"}
+    assert not arm.slows_itself
+    plain = parse(f"sglang:target={PAIRS['gqa'] / 'target'},draft=none")
+    assert "--speculative-algorithm" not in plain.facts().command
+    with pytest.raises(UsageError, match="target=FOLDER"):
+        parse("sglang:backend=triton").facts()
+
+
+def test_an_attached_arm_has_no_command():
+    arm = parse("url:http://host:1/")
+    assert (arm.url, arm.facts()) == ("http://host:1", ArmFacts(name="url:http://host:1/"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("vllm:x=1", "arm = 'vllm:x=1'"),
+        ("url:host", "arm = 'url:host'"),
+        ("embedded:pear=gqa", "option of embedded = 'pear=gqa'"),
+        ("embedded:pair", "option of embedded = 'pair'"),
+        ("embedded:pair=gqa,pair=mla", "option of embedded = 'pair=mla'"),
+        ("embedded:slowdown=-1", "slowdown = '-1'"),
+        ("sglang:slowdown=much", "slowdown = 'much'"),
+        ("sglang:page_size=4", "option of sglang = 'page_size=4'"),
+        ("sglang:num_steps=x", "option of sglang = 'num_steps=x' is not accepted; accepted: 1 or"),
+        ("embedded:num_pages=0", "option of embedded = 'num_pages=0'"),
+        ("embedded:pair=gpa", "pair of embedded = 'gpa' is not accepted; accepted: gqa, mla"),
+        ("sglang:pair=gpa", "pair of sglang = 'gpa'"),
+    ],
+)
+def test_a_word_that_is_no_arm_is_named(spec, message):
+    with pytest.raises(UsageError, match=message):
+        parse(spec, PAIRS)
+
+
+def test_an_interpreter_without_the_package_is_named():
+    with pytest.raises(ContractError, match="/nowhere/python does not know the version of sglang"):
+        parse("sglang:pair=gqa,python=/nowhere/python", PAIRS).facts()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"batch_size": 0}, "workload"),
+        ({"output_len": 1}, "2 output tokens"),
+        ({"requests": 3}, "whole batches"),
+    ],
+)
+def test_a_workload_that_cannot_be_run_is_refused(changed, message):
+    row = {"id": "x", "batch_size": 2, "input_len": 4, "output_len": 4, "requests": 4} | changed
+    arm = parse("url:http://a")
+    asked = {"a": arm, "b": arm, "margins": (), "roles": tuple(Role), "seed": "", "design": "AB/BA"}
+    with pytest.raises(UsageError, match=message):
+        Setup(**asked, workloads=(Workload(**row),), blocks_at_most=1)
+    with pytest.raises(UsageError, match=r"workloads = '' is not .* one or more, each once"):
+        Setup(**asked, workloads=(), blocks_at_most=1)
+    with pytest.raises(UsageError, match="blocks_at_most = 0 is not accepted; accepted: 1 or more"):
+        Setup(**asked, workloads=tuple(WORKLOADS.values()), blocks_at_most=0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--a", "embedded:"], "b = None"),
+        (["--a", "embedded:", "--sessions", "A/B"], "session = 'A/B'"),
+        (["--a", "embedded:", "--sessions", "A/A", "--workloads", "x"], "workload = 'x'"),
+        (["--a", "what:"], "b = None"),
+        (["--a", "what:", "--sessions", "A/A"], "arm = 'what:'"),
+        (["--a", "embedded:", "--sessions", "A/A", "--calibration", "no"], "bench records = 'no'"),
+        (["--a", "embedded:", "--sessions", "A/A,A/A"], "sessions = 'A/A,A/A'"),
+        (["--a", "embedded:", "--sessions", "A/A", "--workloads", TWICE], f"workloads = '{TWICE}'"),
+        (["--a", "embedded:", "--sessions", "A/A", "--planted", "10.5"], "planted = 10.5"),
+    ],
+)
+def test_a_command_line_that_makes_no_sense_ends_with_2(words, message, capsys):
+    assert bench.main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "values", "accepted"),
+    [
+        (word, ["0", "-1", "1.5", "x", ""], "1 or more")
+        for word in ("--blocks-at-most", "--side-by-side", "--warm-ups", "--passes")
+    ]
+    + [(word, ["0", "-3", "nan", "x"], "a number above 0") for word in ("--seconds", "--planted")],
+)
+def test_a_number_that_makes_no_sense_is_named(word, values, accepted, capsys):
+    for value in values:
+        with pytest.raises(SystemExit, match="2"):
+            bench.main(["--a", "embedded:", f"{word}={value}"])
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said.endswith(f"argument {word}: {value!r} is not accepted; accepted: {accepted}")
+
+
+def test_a_dry_run_shows_sessions_and_leaves_nothing(tmp_path, capsys):
+    sides = ["--a", "embedded:name=old", "--b", "sglang:backend=fa3", "--blocks-at-most", "5"]
+    asked = [*sides, "--workloads", "bs1-in128-out64,smoke-bs2-in32-out32", "--planted", "0.1"]
+    assert bench.main([*asked, "--out", str(tmp_path / "bench.jsonl"), "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "candidate: A = embedded:name=old, B = sglang:backend=fa3",
+        "A/A: A = embedded:name=old, B = embedded:name=old",
+        "planted: A = embedded:name=old, B = embedded:name=old +10%",
+        "each on bs1-in128-out64, smoke-bs2-in32-out32: quads, "
+        "3 passes a trial behind 2 warm-ups, at most 5 blocks a case",
+    ]
+    assert not [*tmp_path.iterdir()]
+
+
+def test_every_workload_of_the_table_has_its_prompts():
+    assert set(DEFAULT) <= set(WORKLOADS)
+    options = bench.parser().parse_args(["--a", "embedded:", "--sessions", "A/A"])
+    made = bench.trials(bench.setup(options)).prompts
+    for workload in WORKLOADS.values():
+        asked = made(workload)
+        assert len(asked) == workload.requests
+        assert {len(prompt) for prompt in asked} == {workload.input_len}
+        assert len({prompt[0] for prompt in asked}) == len(asked)

@@ -1,0 +1,168 @@
+"""A file of records alone says what a benchmark showed, and what in it is no record."""
+
+from dataclasses import replace
+
+import pytest
+
+from fixtures import bench
+from fixtures.tables.margins import MARGINS
+from fixtures.tables.workloads import WORKLOADS
+from harness.bench import __main__ as compare
+from harness.bench.analysis import findings, verdict
+from harness.bench.jsonl import append
+from harness.bench.session_records import ArmFacts, CasePlan, Role, Session, Trial
+from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.design import Design, toss
+from harness.bench.stats.stopping import Thresholds
+from harness.bench.stats.validity import Conditions
+from harness.core.environment import environment
+from harness.core.paths import ROOT
+from harness.errors import UsageError
+
+EXAMPLE = ROOT / "docs" / "example" / "bench.jsonl.gz"
+
+
+def records(
+    path,
+    *,
+    ratio=1.05,
+    blocks=16,
+    mhz=(None, None),
+    counts=({}, {}),
+    role=Role.SAME,
+    lost=(),
+    design=Design.PAIRS,
+):
+    workload = WORKLOADS["smoke-bs2-in32-out32"]
+    bounds = MARGINS["tpot"].bounds(5.0, 16)
+    case = CasePlan(workload=workload.id, metric="tpot", bounds=bounds, calibrated=0.01, unit="ms")
+    session = Session(
+        id="s", role=role, a=ArmFacts(name="a"), b=ArmFacts(name="b"), seed="1",
+        design=design, thresholds=Thresholds(), workloads=(workload,), warm_ups=2,
+        passes=1, cases=(case,), started="", environment=environment(),
+    )  # fmt: skip
+    append(path, session)
+    for index in range(blocks):
+        failed = ("NotReady: it ended with 137",) if index in lost else ()
+        for place, arm in enumerate(toss("1", index, design)):
+            side = "AB".index(arm)
+            gone = failed if side else ()
+            trial = Trial(
+                session="s", block=index, place=place, arm=arm, workload=workload.id,
+                metrics={} if gone else {"tpot": 5.0 * ratio**side}, samples=(),
+                conditions=Conditions(),
+                mhz=mhz[side], flush_tries=1, flush_seconds=0.0, invalid=gone, started="",
+                seconds=1.0, counts={} if gone else counts[side],
+            )  # fmt: skip
+            append(path, trial)
+    return session, trial
+
+
+def judged(path):
+    (found,) = findings(compare.read(path))
+    return found
+
+
+def test_an_effect_that_is_gone_in_cycles_is_not_believed(tmp_path):
+    records(tmp_path / "same", mhz=(1980.0, 1980.0))
+    assert judged(tmp_path / "same").ruling is Ruling.REGRESSED
+    records(tmp_path / "slow_clock", mhz=(1980.0, 1980.0 / 1.06))
+    assert judged(tmp_path / "slow_clock").ruling is Ruling.INVALID
+    records(tmp_path / "half", mhz=(1980.0, None))
+    assert "mhz: sampled in some trials only" in judged(tmp_path / "half").reasons
+
+
+@pytest.mark.parametrize(
+    ("role", "ruling"), [(Role.SAME, Ruling.INVALID), (Role.CANDIDATE, Ruling.OK)]
+)
+def test_equal_arms_that_launch_unequal_kernels_are_invalid(tmp_path, role, ruling):
+    path = tmp_path / "bench.jsonl"
+    records(path, ratio=1.0, counts=({"kernels": 7}, {"kernels": 8}), role=role)
+    assert judged(path).ruling is ruling
+    assert judged(path).reasons[0] == "count kernels: A 7, B 8"
+
+
+def test_a_night_says_why_its_control_failed(tmp_path):
+    path = tmp_path / "bench.jsonl"
+    counts = ({"spec_verify_ct": 52}, {"spec_verify_ct": 53})
+    records(path, counts=counts, role=Role.PLANTED)
+    planted = findings(compare.read(path))
+    records(tmp_path / "same", ratio=1.0)
+    same = findings(compare.read(tmp_path / "same"))
+    records(tmp_path / "candidate", ratio=1.0, role=Role.CANDIDATE)
+    night = verdict([*planted, *same, *findings(compare.read(tmp_path / "candidate"))])
+    told = (
+        "control planted slowdown: invalid instead of regressed (count spec_verify_ct: A 52, B 53)"
+    )
+    assert night.reasons == (told,)
+
+
+def test_every_trial_of_an_arm_is_counted(tmp_path):
+    path, other = tmp_path / "bench.jsonl", tmp_path / "other.jsonl"
+    records(other, counts=({"spec_verify_ct": 52},) * 2, ratio=1.0, design=Design.QUADS)
+    for line in compare.read(other):
+        first = isinstance(line, Trial) and line.place < 2
+        changed = first and (line.block, line.arm) == (5, "B")
+        append(path, replace(line, counts={"spec_verify_ct": 51}) if changed else line)
+    assert judged(path).reasons == ("count spec_verify_ct: A 52, B 51",)
+
+
+def test_a_launch_that_failed_loses_its_block_alone(tmp_path):
+    path = tmp_path / "bench.jsonl"
+    counts = {"spec_verify_ct": 52}
+    records(path, counts=(counts, counts), role=Role.PLANTED, lost=(3,))
+    found = judged(path)
+    assert found.ruling is Ruling.REGRESSED
+    assert len(found.effects) == 15
+    assert found.reasons[0] == "NotReady: it ended with 137"
+    assert not [why for why in found.reasons if why.startswith("count")]
+
+
+def test_records_that_do_not_belong_together_are_refused(tmp_path):
+    session, trial = records(tmp_path / "bench.jsonl", blocks=1)
+    with pytest.raises(UsageError, match="trial of session"):
+        findings([trial])
+    with pytest.raises(UsageError, match="session = 's'"):
+        findings([session, session])
+    assert findings([session])[0].ruling is Ruling.INCONCLUSIVE
+
+
+def test_compare_judges_a_file_again(tmp_path, capsys):
+    records(tmp_path / "bench.jsonl", blocks=8)
+    assert compare.main([str(tmp_path / "bench.jsonl")]) == 1
+    printed = capsys.readouterr().out
+    assert "regressed" in printed
+    assert "+5.0 %" in printed
+    assert "verdict: invalid\n  no candidate was measured\n" in printed
+    assert compare.main([str(tmp_path / "none")]) == 2
+
+
+def test_the_example_is_judged_as_its_report_says():
+    night = verdict(findings(compare.read(EXAMPLE)))
+    ruled = {(f.role, f.metric): f.ruling for f in night.findings}
+    assert night.ruling is ruled[Role.CANDIDATE, "step_time"] is Ruling.IMPROVED
+    assert ruled[Role.PLANTED, "step_time"] is Ruling.REGRESSED
+    assert ruled[Role.SAME, "step_time"] is Ruling.INCONCLUSIVE
+    assert ruled[Role.CANDIDATE, "accept_length"] is ruled[Role.SAME, "ttft"] is Ruling.OK
+
+
+def test_packed_records_are_read_and_not_added_to(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "rise", lambda: None)  # would outlive the test
+    packed = tmp_path / "bench.jsonl.gz"
+    packed.write_bytes(EXAMPLE.read_bytes()[:-100])
+    assert compare.main([str(packed)]) == 2
+    assert "bench.jsonl.gz' is not accepted; accepted: a whole .gz file" in capsys.readouterr().err
+    assert bench.main(["--a=embedded:", "--sessions=A/A", f"--out={packed}", "--resume"]) == 2
+    assert "accepted: a file that is not packed" in capsys.readouterr().err
+
+
+def test_lines_that_are_no_records_are_named(tmp_path):
+    path = tmp_path / "bench.jsonl"
+    _, trial = records(path, blocks=1)
+    whole = path.read_text()
+    for line in ("{}", '{"format":2,"kind":"x"}', '{"format":2,"kind":"trial"}', "[]", "nothing"):
+        path.write_text(f"{whole}{line}\n")
+        with pytest.raises(UsageError, match=r"bench\.jsonl:4: "):
+            list(compare.read(path))
+    path.write_text(whole + '{"format":2')
+    assert list(compare.read(path))[-1] == trial

@@ -1,0 +1,40 @@
+"""A terminal shows bars and a table that live, a log one line a wave."""
+
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from harness.bench.console import Screen, percent
+from suites.selfcheck.bench.test_bench_findings import judged, records
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_screen_shows_bars_and_a_table(tmp_path, terminal):
+    session, trial = records(tmp_path / "bench.jsonl", blocks=2)
+    text = io.StringIO()
+    with Screen([session], Console(file=text, force_terminal=terminal, width=160)) as screen:
+        screen.trial(trial)
+        screen.wave([judged(tmp_path / "bench.jsonl")])
+    shown = text.getvalue()
+    if terminal:
+        assert "(inconclusive)" in shown
+        assert "1/32" in shown
+    else:
+        assert shown == "2 blocks, 1 of 1 cases undecided\n"
+
+
+@pytest.mark.parametrize(
+    ("shown", "ratio"),
+    [
+        ("+3.1 %", 1.031),
+        ("-5.0 %", 0.95),
+        ("…", math.inf),
+        ("…", 0.0),
+        ("–", None),
+        ("–", math.nan),
+    ],
+)
+def test_percent(shown, ratio):
+    assert percent(ratio) == shown

@@ -1,0 +1,388 @@
+"""Every output of a night says what its findings say, whichever tool or person reads it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree as Xml
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from ci.bench import __main__ as command
+from ci.bench import exports, github, junit, page, request_plots
+from ci.bench.bench_report import Book
+from ci.bench.case_report import number
+from ci.bench.history import all_series
+from fixtures.fakes import synthetic_bench
+from fixtures.tables.margins import MARGINS
+from harness.bench.jsonl import append
+from harness.bench.session_records import Role, Session, Trial
+from harness.bench.stats.bench_verdict import Ruling
+
+BS1, BS8 = (workload.id for workload in synthetic_bench.WORKLOADS)
+SLOWER = math.log(1.05)
+MOVED = {
+    f"{BS8}/tpot": SLOWER,
+    f"{BS8}/step_time": SLOWER,
+    f"{BS1}/output_throughput": math.log(1.08),
+}
+ONE = synthetic_bench.WORKLOADS[1:]
+
+
+def book(effects: dict[str, float] | None = None, **more: object) -> Book:
+    return Book.of(synthetic_bench.night(effects, **more))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def moved() -> Book:
+    return book(MOVED)
+
+
+@pytest.fixture(scope="module")
+def broken() -> Book:
+    return book({}, same=0.04)
+
+
+def cases(text: str) -> dict[tuple[str, str], Xml.Element]:
+    found = Xml.fromstring(text).iter("testcase")
+    return {(case.get("classname", ""), case.get("name", "")): case for case in found}
+
+
+def outcome(case: Xml.Element) -> list[str]:
+    return [child.tag for child in case if child.tag != "properties"]
+
+
+def test_rulings_are_those_of_the_planted_effects(moved: Book) -> None:
+    ruled = {row.case: row.ruling for row in moved.judged if row.ruling is not Ruling.OK}
+    assert ruled == {
+        f"{BS8}/tpot": Ruling.REGRESSED,
+        f"{BS8}/step_time": Ruling.REGRESSED,
+        f"{BS1}/output_throughput": Ruling.IMPROVED,
+    }
+    assert [row.case for row in moved.judged[:3]] == list(ruled)
+    assert (moved.title, moved.is_red, moved.reasons) == ("REGRESSED", True, ())
+
+
+def test_junit_maps_rulings_to_outcomes(moved: Book) -> None:
+    found = cases(junit.document(moved.rows))
+    assert len(found) == len(moved.rows) == 3 * 2 * 5
+    failures = [name for (suite, name), case in found.items() if "failure" in outcome(case)]
+    assert failures == [f"{BS8}/tpot", f"{BS8}/step_time"]
+    assert outcome(found["bench.candidate", f"{BS1}/output_throughput"]) == []
+    assert outcome(found["bench.planted", f"{BS8}/tpot"]) == []
+    [suite] = [
+        s for s in Xml.fromstring(junit.document(moved.rows)) if "candidate" in s.attrib["name"]
+    ]
+    totals = {name: suite.get(name) for name in ("tests", "failures", "errors", "skipped")}
+    assert totals == {"tests": "10", "failures": "2", "errors": "0", "skipped": "0"}
+
+
+def test_junit_carries_the_numbers(moved: Book) -> None:
+    case = cases(junit.document(moved.rows))["bench.candidate", f"{BS8}/tpot"]
+    numbers = {p.attrib["name"]: float(p.attrib["value"]) for p in case.iter("property")}
+    [row] = [row for row in moved.judged if row.case == f"{BS8}/tpot"]
+    assert numbers["ratio"] == pytest.approx(row.evidence.ratio, rel=1e-5)
+    assert numbers["ratio"] == pytest.approx(1.05, abs=0.004)
+    assert numbers["e_regressed"] == pytest.approx(row.evidence.e_regressed, rel=1e-5)
+    assert numbers["delta0"] == pytest.approx(math.log1p(MARGINS["tpot"].delta0), rel=1e-5)
+    assert numbers["blocks"] == row.evidence.blocks
+    assert numbers["mde"] == pytest.approx(row.finding.mde)
+    assert case.get("time") == f"{2.0 * 2 * 10:.3f}"
+    assert "B / A +5" in case.find("failure").attrib["message"]  # type: ignore[union-attr]
+
+
+def test_few_blocks_are_inconclusive_and_skipped_with_a_message() -> None:
+    few = book({}, blocks=3, workloads=ONE)
+    found = cases(junit.document([row for row in few.rows if not row.is_control]))
+    assert {tuple(outcome(case)) for case in found.values()} == {("error",)}
+    assert few.title == "INVALID"  # the planted slowdown cannot be seen in three blocks
+    alone = [replace(row, finding=replace(row.finding, evidence=e)) for row in few.judged[:1]
+             for e in [replace(row.evidence, ruling=Ruling.INCONCLUSIVE)]]  # fmt: skip
+    [case] = cases(junit.document(alone)).values()
+    assert outcome(case) == ["skipped"]
+    assert "inconclusive" in case.find("skipped").attrib["message"]  # type: ignore[union-attr]
+
+
+def test_a_night_whose_control_failed_is_invalid_everywhere(broken: Book) -> None:
+    assert (broken.title, broken.is_red) == ("INVALID", True)
+    found = cases(junit.document(broken.rows))
+    assert {tuple(outcome(c)) for (s, _), c in found.items() if s == "bench.candidate"} == {
+        ("error",)
+    }
+    assert outcome(found["bench.A/A", f"{BS1}/tpot"]) == ["error"]
+    assert outcome(found["bench.A/A", f"{BS1}/ttft"]) == []
+    text = github.summary(broken)
+    assert "control A/A: regressed instead of ok or inconclusive" in text
+    lines = list(github.remarks(broken))
+    assert len(lines) == github.MOST_ANNOTATIONS
+    assert lines[0].startswith("::error title=regressed bs1-in64-out32/tpot::")
+
+
+LATENCIES = {
+    "device": "NVIDIA H200",
+    "rows": [
+        {
+            "what": "metadata, device", "point": "80K-bs1", "arm": "specgate mha", "blocks": 60,
+            "value": 2.7812, "low": 2.75, "high": 2.8, "floor": 1.5,
+        }
+    ],
+    "lines": [],
+}  # fmt: skip
+
+
+def test_latencies_stand_beside_the_ratios(tmp_path: Path) -> None:
+    for line in synthetic_bench.night({}, workloads=ONE):
+        append(tmp_path / "bench.jsonl", line)
+    ask = ["--out", str(tmp_path), str(tmp_path / "bench.jsonl")]
+    assert command.main(ask) == 0
+    without = json.loads((tmp_path / "bench.json").read_text())
+    (tmp_path / "latency.json").write_text(json.dumps(LATENCIES))
+    assert command.main(ask) == 0
+    *ratios, latency = json.loads((tmp_path / "bench.json").read_text())
+    assert ratios == without
+    assert latency == {
+        "name": "metadata, device: specgate mha 80K-bs1 @ NVIDIA H200",
+        "unit": "µs",
+        "value": 2.781,
+        "range": "2.750 to 2.800",
+        "extra": "median of 60 blocks",
+    }
+    families = text_string_to_metric_families((tmp_path / "bench.openmetrics.txt").read_text())
+    found = {s.name: s for f in families for s in f.samples if s.name.startswith("specgate_lat")}
+    assert found["specgate_latency_microseconds_high"].value == 2.8
+    assert found["specgate_latency_microseconds"].labels == {
+        "what": "metadata, device",
+        "point": "80K-bs1",
+        "arm": "specgate mha",
+        "sku": "NVIDIA H200",
+    }
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"device": "x"}', '{"device": "x", "rows": [{}]}'])
+def test_latencies_that_are_none_are_refused(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for line in synthetic_bench.night({}, workloads=ONE):
+        append(tmp_path / "bench.jsonl", line)
+    (tmp_path / "latency.json").write_text(text)
+    assert command.main(["--out", str(tmp_path), str(tmp_path / "bench.jsonl")]) == 2
+    assert "latency.json: not what the latency suite writes" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"bench.jsonl", "latency.json"}
+
+
+def test_dropped_blocks_are_told(moved: Book) -> None:
+    dropped = book(MOVED, blocks=12, invalid=(2, 7), workloads=ONE)
+    [row] = [row for row in dropped.judged if row.case == f"{BS8}/tpot"]
+    assert (row.evidence.dropped, row.ruling) == (2, Ruling.REGRESSED)
+    assert "(+2 dropped)" in github.summary(dropped)
+    assert dropped.dropped == ["candidate: 2 blocks dropped (a request failed)"]
+    assert f"* {dropped.dropped[0]}" in github.summary(dropped).splitlines()
+    assert not moved.dropped
+    assert "a request failed" in row.sentence
+
+
+def test_summary_names_what_is_not_ok_and_nothing_else(moved: Book) -> None:
+    text = github.summary(moved, notes=["a note"], link="bench.html")
+    assert len(text.splitlines()) <= github.MOST_LINES
+    table = [line for line in text.splitlines() if line.startswith("| bs")]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in table] == [
+        f"{BS8}/tpot",
+        f"{BS8}/step_time",
+        f"{BS1}/output_throughput",
+    ]
+    assert "2 regressed, 1 improved, 7 ok of 10 cases on cpu" in text
+    assert "a note" in text
+    assert text.splitlines()[-1] == "[The whole report](bench.html)"
+
+
+def test_a_long_summary_is_cut_to_sixty_lines_and_says_so(moved: Book) -> None:
+    [slow, *_] = moved.judged
+    named = [replace(slow.workload, id=f"w{number}") for number in range(60)]
+    found = tuple(replace(slow.finding, workload=workload) for workload in named)
+    many = Book(replace(moved.night, findings=found), ())
+    text = github.summary(many, notes=["a note"], link="bench.html")
+    rows = text.count("| **regressed** |")
+    assert len(text.splitlines()) <= github.MOST_LINES
+    assert rows > 30
+    assert f"… and {60 - rows} more in the report." in text
+    assert text.splitlines()[-1] == "[The whole report](bench.html)"
+    assert sum(line.startswith("::error") for line in github.remarks(many)) == 10
+
+
+def test_annotations_keep_to_one_line(moved: Book) -> None:
+    [row] = [row for row in moved.judged if row.case == f"{BS8}/tpot"]
+    named = replace(row.workload, id="a,b:c\nd%")
+    odd = replace(row.finding, workload=named, reasons=("100 %\r\n::error::",))
+    night = replace(moved.night, findings=(odd,))
+    [line] = github.remarks(Book(night, ()))
+    assert line.startswith("::error title=regressed a%2Cb%3Ac%0Ad%25/tpot::a,b:c%0Ad%25/tpot")
+    assert line.endswith("100 %25%0D%0A::error::")
+
+
+def test_smaller_is_better_is_the_cost_of_b_over_a(moved: Book) -> None:
+    entries = {entry["name"]: entry for entry in json.loads(exports.smaller_is_better(moved.rows))}
+    assert len(entries) == 10
+    faster = entries[f"{BS1}/output_throughput @ cpu"]
+    [wanted] = [row for row in moved.judged if row.case == f"{BS1}/output_throughput"]
+    assert faster["value"] == pytest.approx(1 / 1.08, abs=0.003)
+    assert faster["extra"].startswith(
+        f"improved, e = {wanted.evidence.e_improved:.3g}, 9 blocks, B / A +8"
+    )
+    slower = entries[f"{BS8}/tpot @ cpu"]
+    assert (slower["unit"], slower["value"]) == ("× reference", pytest.approx(1.05, abs=0.003))
+    half = float(slower["range"].removeprefix("± "))
+    [row] = [row for row in moved.judged if row.case == f"{BS8}/tpot"]
+    ends = (row.evidence.low, row.evidence.high)
+    assert half == pytest.approx(max(abs(x / row.evidence.ratio - 1) for x in ends), abs=1e-4)
+    assert entries[f"{BS1}/tpot @ cpu"]["range"] == "± ∞"  # five blocks bound nothing
+
+
+def test_openmetrics_can_be_read_back(moved: Book) -> None:
+    text = exports.openmetrics(moved.rows)
+    assert text.endswith("# EOF\n")
+    samples = {
+        (
+            sample.name,
+            sample.labels["session"],
+            sample.labels["workload"],
+            sample.labels["metric"],
+        ): sample
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert len(samples) == len(exports.GAUGES) * len(moved.rows)
+    slower = samples["specgate_bench_slowdown", "candidate", BS8, "tpot"]
+    assert slower.value == pytest.approx(SLOWER, abs=0.003)
+    assert (slower.labels["a"], slower.labels["sku"]) == ("pinned", "cpu")
+    assert samples["specgate_bench_red", "candidate", BS8, "tpot"].value == 1
+    assert samples["specgate_bench_red", "planted", BS8, "tpot"].value == 0
+    assert samples["specgate_bench_ratio_high", "candidate", BS1, "tpot"].value == math.inf
+
+
+def test_costs_turn_where_more_is_better(moved: Book) -> None:
+    [row] = [row for row in moved.judged if row.case == f"{BS1}/output_throughput"]
+    assert row.evidence.ratio > 1.07
+    assert row.cost == pytest.approx(-math.log(row.evidence.ratio))
+    low, high = row.interval
+    assert low < row.cost < high < 0
+    assert (low, high) == pytest.approx((-math.log(row.evidence.high), -math.log(row.evidence.low)))
+
+
+@pytest.mark.parametrize(
+    ("shown", "value"), [("+Inf", math.inf), ("-Inf", -math.inf), ("0.5", 0.5)]
+)
+def test_numbers_in_xml(shown: str, value: float) -> None:
+    assert number(value) == shown
+
+
+def test_shift_of_every_decile_is_the_planted_one() -> None:
+    lines = list(synthetic_bench.night({f"{BS1}/ttft": math.log(1.2)}, noise=0.0, blocks=3))
+    session = next(one for one in lines if isinstance(one, Session) and one.role is Role.CANDIDATE)
+    trials = [one for one in lines if isinstance(one, Trial)]
+    rows = request_plots.shifts(session, trials)
+    assert len(rows) == 2 * 2 * 9
+    for row in rows:
+        planted = 0.2 if row["panel"] == f"{BS1}: TTFT" else 0.0
+        assert [row[key] for key in ("low", "shift", "high")] == pytest.approx([planted] * 3)
+
+
+def test_conditions_are_told_in_run_order(moved: Book) -> None:
+    rows = [row for row in request_plots.conditions(moved.trials) if row["fact"] == "GPU, °C"]
+    assert [row["value"] for row in rows[:4]] == [60.0, 60.0, 61.0, 61.0]
+    assert [row["arm"] for row in rows] == [trial.arm for trial in moved.trials]
+    assert {row["fact"] for row in request_plots.conditions(moved.trials)} == {
+        "GPU, °C",
+        "host load / cores",
+    }
+
+
+def test_a_block_with_a_failed_trial_shifts_nothing() -> None:
+    lines = list(synthetic_bench.night({"ttft": 0.1}, noise=0.0, blocks=2, invalid=(0, 1)))
+    session = next(one for one in lines if isinstance(one, Session) and one.role is Role.CANDIDATE)
+    assert request_plots.shifts(session, [one for one in lines if isinstance(one, Trial)]) == []
+
+
+def test_waterfall_adds_up_to_tpot() -> None:
+    effects = {"step_time": math.log(1.1), "accept_length": math.log(1.25), "tpot": math.log(0.9)}
+    rows = [row for row in book(effects, noise=0.0, workloads=ONE).rows if not row.is_control]
+    steps = {row["part"]: row for row in request_plots.halves(rows) if row["workload"] == BS8}
+    # 1.1 / 1.25 = 0.88, so the rest must bring 0.9 / 0.88.
+    ends = [1.1, 0.88, 0.9, 0.9]
+    assert [steps[part]["end"] + 1 for part in request_plots.PARTS] == pytest.approx(ends)
+    starts = [1.0, 1.1, 0.88, 1.0]
+    assert [steps[part]["start"] + 1 for part in request_plots.PARTS] == pytest.approx(starts)
+    assert [steps[part]["way"] for part in request_plots.PARTS] == [
+        "slower",
+        "faster",
+        "slower",
+        "faster",
+    ]
+
+
+def test_page_is_one_offline_document_with_every_plot(moved: Book) -> None:
+    text = page.page(moved, all_series(moved.entries()))
+    names = ["forest", "waterfall", "evidence", "slopes", "machine", "shift", "history", "heat"]
+    assert re.findall(r'<section id="(\w+)"', text) == [*names, "numbers"]
+    assert text.count("<svg ") == len(names)
+    assert "<script" not in text
+    assert not re.findall(r'(?:src|href)="(?!#)', text)
+    assert set(re.findall(r"https?://[\w./]+", text)) <= {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
+    assert text.count('<th scope="row">') == len(moved.rows)
+
+
+def test_page_escapes_what_servers_are_called(moved: Book) -> None:
+    [first, *_] = moved.night.findings
+    named = replace(first.session, a=replace(first.session.a, name="<b>&"))
+    night = replace(moved.night, findings=(replace(first, session=named),))
+    text = page.page(Book(night, ()), {})
+    assert "&lt;b&gt;&amp;" in text
+    assert "<b>&" not in text
+
+
+@pytest.mark.parametrize(
+    ("effects", "code"), [pytest.param({}, 0, id="green"), pytest.param(MOVED, 1, id="red")]
+)
+def test_command_writes_everything_and_ends_with_the_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], effects: dict[str, float], code: int
+) -> None:
+    bench, out = tmp_path / "bench.jsonl", tmp_path / "deep" / "out"
+    for line in synthetic_bench.night(effects, workloads=ONE):
+        append(bench, line)
+    assert command.main([str(bench), "--out", str(out)]) == code
+    text = capsys.readouterr().out
+    assert text == (out / "summary.md").read_text()
+    assert sorted(path.name for path in out.iterdir()) == [
+        "bench.html",
+        "bench.json",
+        "bench.openmetrics.txt",
+        "bench.xml",
+        "history.jsonl",
+        "summary.md",
+    ]
+
+
+def unreadable(path: Path) -> None:
+    path.write_text("{}\n")
+
+
+def without_a_plan(path: Path) -> None:
+    path.write_text("")
+
+
+@pytest.mark.parametrize("spoil", [unreadable, without_a_plan, Path.mkdir])
+def test_records_that_say_nothing_are_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], None]
+) -> None:
+    bench = tmp_path / "bench.jsonl"
+    spoil(bench)
+    assert command.main([str(bench), "--out", str(tmp_path)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("bench: ")

@@ -1,0 +1,125 @@
+"""A probe tells what the machine did while a trial ran, and who else computed on it."""
+
+import os
+import socket
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from harness.bench import machine_monitor, nvml
+from harness.bench.machine_monitor import Probe
+
+
+class Gpu:
+    machine, pcie_full = "driver 1, MIG off", False
+
+    def __init__(self):
+        self.reads = 0
+
+    def read(self):
+        self.reads += 1
+        return nvml.Reading(
+            mhz=1000.0 if self.reads == 1 else 1980.0,
+            celsius=40.0 + self.reads,
+            throttled=("power brake",) if self.reads == 2 else (),
+            capped=self.reads == 1,
+            processes=frozenset({10, 11} if self.reads < 3 else {10, 11, 99}),
+        )
+
+
+def test_a_probe_tells_what_the_gpu_did_and_who_else_computed(monkeypatch):
+    monkeypatch.setattr(machine_monitor, "PERIOD_S", 0.001)
+    fake = Gpu()
+    with Probe(gpu=fake, present=frozenset({10})) as watched:
+        while fake.reads < 5:
+            time.sleep(0.001)
+    facts = watched.facts()
+    assert facts["foreign_processes"] == 2  # 10 was there before any server, 99 came
+    assert facts["throttled"] == ("power brake",)
+    assert facts["capped"] == pytest.approx(1 / fake.reads)
+    assert facts["mhz"] == 1980.0
+    assert facts["celsius"] == 40.0 + fake.reads
+    assert (facts["machine"], facts["pcie_full"]) == ("driver 1, MIG off", False)
+
+
+def test_without_a_gpu_only_the_host_is_told_and_our_own_work_is_no_load(monkeypatch):
+    clocks = iter([(0.0, 100.0, 10.0), (10.0, 109.0, 16.0)])
+    monkeypatch.setattr(Probe, "_clocks", lambda _: next(clocks))
+    monkeypatch.setattr(machine_monitor.psutil, "cpu_count", lambda: 2)
+    with Probe() as watched:
+        pass
+    # Nine seconds of work in ten, six of them ours, on two cores.
+    assert watched.facts() == {"load": pytest.approx(0.15)}
+
+
+def test_our_work_is_that_of_this_process_and_of_the_servers():
+    with Probe(leaders=[2**22 - 1]) as watched:
+        wall, busy, own = watched._clocks()
+    assert wall > 0
+    assert 0.0 < own <= busy
+
+
+def test_a_machine_without_nvml_has_no_gpu(monkeypatch):
+    def absent():
+        raise nvml.pynvml.NVMLError(nvml.pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(nvml.pynvml, "nvmlInit", absent)
+    assert nvml.first() is None
+
+
+@pytest.mark.parametrize("fault", [None, PermissionError])
+def test_priority_is_raised_where_that_is_allowed(monkeypatch, fault):
+    asked = []
+
+    def set_priority(*args):
+        asked.append(args)
+        if fault:
+            raise fault
+
+    monkeypatch.setattr(machine_monitor.os, "setpriority", set_priority)
+    machine_monitor.rise()
+    assert asked == [(machine_monitor.os.PRIO_PROCESS, 0, -10)]
+
+
+def test_whoever_listens_at_a_url_is_its_server(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        assert machine_monitor.listeners(f"http://127.0.0.1:{port}") == [os.getpid()]
+    assert machine_monitor.listeners(f"http://127.0.0.1:{port}") == []
+
+    def denied(**_):
+        raise machine_monitor.psutil.AccessDenied
+
+    monkeypatch.setattr(machine_monitor.psutil, "net_connections", denied)
+    assert machine_monitor.listeners("http://127.0.0.1:80") == []
+
+
+def test_nvml_is_read(monkeypatch):
+    real = nvml.pynvml
+    reasons = real.nvmlClocksEventReasonHwPowerBrakeSlowdown | real.nvmlClocksEventReasonSwPowerCap
+
+    def refuse(*_):
+        raise real.NVMLError(real.NVML_ERROR_NOT_SUPPORTED)
+
+    answers = {
+        "nvmlInit": None, "nvmlDeviceGetHandleByIndex": "handle",
+        "nvmlSystemGetDriverVersion": "580.1", "nvmlDeviceGetVbiosVersion": "96",
+        "nvmlDeviceGetEccMode": [1, 1], "nvmlDeviceGetCurrPcieLinkWidth": 8,
+        "nvmlDeviceGetMaxPcieLinkWidth": 16, "nvmlDeviceGetCurrentClocksEventReasons": reasons,
+        "nvmlDeviceGetClockInfo": 1980, "nvmlDeviceGetTemperature": 41,
+        "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=5)],
+    }  # fmt: skip
+    for name, value in answers.items():
+        monkeypatch.setattr(real, name, lambda *_, value=value: value)
+    monkeypatch.setattr(real, "nvmlDeviceGetMigMode", refuse)
+    device = nvml.first()
+    assert device.machine == "driver 580.1, VBIOS 96, MIG Not Supported, ECC [1, 1]"
+    assert device.pcie_full is False
+    assert device.read() == nvml.Reading(
+        mhz=1980.0,
+        celsius=41.0,
+        throttled=("power brake",),
+        capped=True,
+        processes=frozenset({5}),
+    )

@@ -1,0 +1,63 @@
+"""The self-check counts what its benchmarks blamed."""
+
+import io
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from harness.bench import selfcheck
+from harness.bench.session_records import Role
+from suites.selfcheck.bench.test_bench_findings import judged, records
+
+
+def test_a_selfcheck_counts_what_was_left_alone_and_what_was_found(tmp_path):
+    records(tmp_path / "bench.jsonl", blocks=8, role=Role.PLANTED)
+    planted = judged(tmp_path / "bench.jsonl")
+    records(tmp_path / "same.jsonl", ratio=1.0)
+    same = judged(tmp_path / "same.jsonl")
+    good = selfcheck.outcome([same, planted], 61.0)
+    assert (good.left_alone, good.found, good.blocks) == (True, True, 8)
+    missed = selfcheck.outcome([planted], 1.0)
+    assert not missed.left_alone
+    swapped = selfcheck.Outcome(same=good.planted, planted=good.same, blocks=1, seconds=1.0)
+    assert (swapped.left_alone, swapped.found) == (False, False)
+    text = io.StringIO()
+    Console(file=text, width=160).print(selfcheck.table([good, swapped]))
+    assert "1 of 2 left alone" in text.getvalue()
+    assert "1 of 2 found" in text.getvalue()
+
+
+@pytest.mark.parametrize(("ratio", "code"), [(1.0, 1), (1.05, 0)])
+def test_a_selfcheck_runs_the_command_a_user_types(tmp_path, monkeypatch, capsys, ratio, code):
+    commands = []
+
+    def bench_run(command, **_):
+        commands.append(command)
+        out = Path(command[command.index("--out") + 1])
+        same, planted = tmp_path / "same", tmp_path / "planted"
+        for path, slower, role, name in (
+            (same, 1.0, Role.SAME, "x"),
+            (planted, ratio, Role.PLANTED, "y"),
+        ):
+            records(path, ratio=slower, role=role)
+            out.write_text(
+                (out.read_text() if out.exists() else "")
+                + path.read_text().replace('"s"', f'"{name}"')
+            )
+            path.unlink()
+
+    @contextmanager
+    def launched(spec, log):
+        yield SimpleNamespace(url=spec.url)
+
+    monkeypatch.setattr(selfcheck.subprocess, "run", bench_run)
+    monkeypatch.setattr(selfcheck, "launch", launched)
+    assert selfcheck.main(["--runs", "2", "--out", str(tmp_path / "out")]) == code
+    assert [command[1:4] for command in commands] == [["-m", "harness", "bench"]] * 2
+    assert all(command[5].startswith("url:http://127.0.0.1:") for command in commands)
+    seeds = [command[command.index("--seed") + 1] for command in commands]
+    assert seeds == ["selfcheck-0", "selfcheck-1"]
+    assert "2 of 2 left alone" in capsys.readouterr().out

@@ -1,0 +1,275 @@
+"""A trial warms up, proves its flushes and times every request; numbers are worked out by hand."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from harness.bench.arms import parse
+from harness.bench.load_generator import Pass, drive, one
+from harness.bench.measure import Seat, Trials
+from harness.bench.metrics import metrics
+from harness.bench.prompts import prompts
+from harness.bench.session_records import Sample, Workload
+from harness.errors import Busy, ContractError, NotReady, ServerError, UsageError, brief
+from harness.server.client.flush import Flushed
+from harness.server.client.sglang import Answer, Chunk
+
+LOOP = Workload(id="loop", batch_size=2, input_len=3, output_len=5, requests=6)
+PROMPTS = [(n, 7, 7) for n in range(6)]
+SEAT = Seat(session="candidate", block=3, place=1, arm="B")
+
+
+def answer(tokens, *, cached=0, steps=2, counted=None):
+    return Answer(
+        output_ids=tuple(range(tokens)),
+        text="",
+        prompt_tokens=3,
+        completion_tokens=tokens if counted is None else counted,
+        cached_tokens=cached,
+        spec_verify_ct=steps,
+        finish_reason="length",
+    )
+
+
+class Client:
+    """Streams two chunks behind an empty one; remembers who was in flight."""
+
+    def __init__(self, log, *, cached=0, fails=(), last=5):
+        self.log, self.cached, self.fails, self.last = log, cached, fails, last
+
+    def stream(self, input_ids, max_new_tokens):
+        self.log.append(("sent", input_ids[0], threading.get_ident()))
+        if input_ids[0] in self.fails:
+            raise ServerError("503: the worker died")
+        yield Chunk(answer=answer(0), at=time.perf_counter())
+        yield Chunk(answer=answer(1, cached=self.cached), at=time.perf_counter())
+        time.sleep(0.01)
+        yield Chunk(answer=answer(self.last, cached=self.cached), at=time.perf_counter())
+
+    def slow_down(self, seconds):
+        self.log.append(("slow_down", seconds))
+
+
+class Server:
+    url, pid = "http://server", None
+
+    def wait_ready(self):
+        return 0.0
+
+    def stop(self):
+        pass
+
+
+def trials(log, **client):
+    def empty(url):
+        log.append(("flush", url))
+        return Flushed(tries=2, seconds=0.5)
+
+    return Trials(
+        prompts=lambda _: PROMPTS,
+        connect=lambda _: Client(log, **client),
+        empty=empty,
+        warm_ups=1,
+        passes=2,
+    )
+
+
+def sample(ttft, latency, tokens, steps, gaps=(1.0,)):
+    return Sample(
+        ttft_ms=ttft,
+        latency_ms=latency,
+        chunk_gaps_ms=gaps,
+        completion_tokens=tokens,
+        spec_verify_ct=steps,
+        cached_tokens=0,
+    )
+
+
+def test_metrics_by_hand():
+    # Decode times 80, 30, 60 ms; per token behind the first 8, 5, 3; per step 20, 10, 12.
+    first = Pass(
+        samples=(sample(20, 100, 11, 4, (7.0, 9.0)), sample(50, 80, 7, 3)),
+        failures=(),
+        seconds=0.2,
+    )
+    second = Pass(samples=(sample(10, 70, 21, 5, (30.0,)),), failures=(), seconds=0.1)
+    assert metrics([first, second]) == pytest.approx(
+        {
+            "ttft": 20.0,
+            "tpot": 5.0,
+            "step_time": 12.0,
+            "accept_length": 39 / 12,
+            "output_throughput": 39 / 0.3,
+            "ttft_p99": 50.0,
+            "tpot_p99": 8.0,
+            "itl": 8.0,
+        }
+    )
+
+
+def test_without_speculation_there_are_no_steps_and_a_failure_leaves_no_number():
+    plain = Pass(samples=(sample(20, 100, 11, 0, ()),), failures=(), seconds=0.2)
+    found = metrics([plain])
+    assert found["tpot"] == pytest.approx(8.0)
+    assert not {"step_time", "accept_length", "itl"} & set(found)
+    assert metrics([plain, replace(plain, failures=("request 1: 503",))]) == {}
+    assert metrics([]) == {}
+
+
+def test_a_request_is_timed_from_its_sending_to_its_chunks_with_tokens():
+    timed = one(Client([]), (1, 2), 5)
+    assert 0.0 < timed.ttft_ms < timed.latency_ms
+    assert len(timed.chunk_gaps_ms) == 1
+    assert timed.chunk_gaps_ms[0] == pytest.approx(timed.latency_ms - timed.ttft_ms)
+    assert timed.chunk_gaps_ms[0] >= 10.0
+    with pytest.raises(ContractError, match="5 tokens came, 5 counted, 6 asked for"):
+        one(Client([]), (1, 2), 6)
+
+
+def test_a_stream_without_tokens_is_no_sample():
+    class Silent:
+        def stream(self, input_ids, max_new_tokens):
+            yield Chunk(answer=answer(0), at=0.0)
+
+    with pytest.raises(ContractError, match="no token came"):
+        one(Silent(), (1,), 5)
+
+
+def test_a_closed_loop_sends_every_prompt_once_and_holds_its_batch_size():
+    log = []
+    done = drive(lambda: Client(log, fails=(4,)), LOOP, PROMPTS)
+    assert sorted(entry[1] for entry in log) == list(range(6))
+    assert len({entry[2] for entry in log}) == 2
+    assert len(done.samples) == 5
+    assert done.failures == ("request 4: ServerError: 503: the worker died",)
+    # Six requests of 10 ms, two at a time; the one that fails takes no time.
+    assert 0.03 <= done.seconds < 1.0
+
+
+def test_every_measured_pass_is_behind_a_flush_and_warm_ups_are_not_counted():
+    log = []
+    trial = trials(log).run(SEAT, parse("embedded:slowdown=0.05"), Server(), LOOP)
+    words = [entry[0] for entry in log]
+    assert words == ["sent"] * 6 + (["flush"] + ["sent"] * 6) * 2
+    assert (trial.session, trial.block, trial.place, trial.arm) == ("candidate", 3, 1, "B")
+    assert len(trial.samples) == 12
+    assert (trial.flush_tries, trial.flush_seconds) == (4, 1.0)
+    assert trial.conditions.flushed is True
+    assert (trial.conditions.failed, trial.conditions.output_tokens) == (0, 60)
+    assert trial.invalid == ()
+    assert trial.metrics["accept_length"] == pytest.approx(2.5)
+
+
+def test_a_server_is_warmed_up_once_for_each_workload():
+    log, warm, measured = [], ["sent"] * 6, (["flush"] + ["sent"] * 6) * 2
+    made = trials(log)
+    for workload in (LOOP, LOOP, replace(LOOP, id="other")):
+        made.run(SEAT, parse("embedded:"), Server(), workload)
+    assert [entry[0] for entry in log] == [*warm, *measured, *measured, *warm, *measured]
+
+
+def test_answers_are_checked_before_every_warm_up():
+    log, arm = [], parse("embedded:")
+
+    def check(arm, client, workload):
+        log.append(("check", arm.pair, workload.id))
+
+    made = replace(trials(log), check=check)
+    found = [made.run(SEAT, arm, Server(), LOOP) for _ in range(2)]
+    assert [trial.conditions.correct for trial in found] == [True, True]
+    assert [entry for entry in log if entry[0] == "check"] == [("check", "gqa", "loop")]
+    assert log[0] == ("check", "gqa", "loop")
+    assert trials([]).run(SEAT, arm, Server(), LOOP).conditions.correct is None
+
+
+def test_a_server_that_answers_wrongly_has_no_speed():
+    def check(arm, client, workload):
+        raise ContractError("prompt 3 of gqa: tokens: item 1 is 5, expected 6")
+
+    trial = replace(trials([]), check=check).run(SEAT, parse("embedded:"), Server(), LOOP)
+    assert trial.invalid == ("ContractError: prompt 3 of gqa: tokens: item 1 is 5, expected 6",)
+    assert trial.metrics == {}
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "counts"),
+    [(1, {"completion_tokens": 60, "spec_verify_ct": 24}), (2, {})],
+)
+def test_counts_are_exact_where_requests_come_one_by_one(batch_size, counts):
+    workload = replace(LOOP, batch_size=batch_size)
+    assert trials([]).run(SEAT, parse("embedded:"), Server(), workload).counts == counts
+
+
+def test_a_server_that_does_not_slow_itself_is_asked_to_sleep_behind_the_warm_up():
+    log = []
+    arm = parse("url:http://server").planted(0.05)
+    trial = trials(log).run(SEAT, arm, Server(), LOOP)
+    assert [entry[0] for entry in log].index("slow_down") == 6
+    # A step takes at least 5 ms: 10 ms of decoding over two steps.
+    assert 0.05 * 0.005 <= trial.slept_s <= 0.1
+    asked = [entry[1] for entry in log if entry[0] == "slow_down"]
+    assert asked == [trial.slept_s, None]
+    assert log[-1] == ("slow_down", None)  # an attached server is arm A as well
+
+
+def test_a_planted_sleep_is_taken_out_when_the_trial_breaks():
+    log = []
+    made = replace(trials(log), empty=lambda _: (_ for _ in ()).throw(Busy("400")))
+    trial = made.run(SEAT, parse("url:http://server").planted(0.05), Server(), LOOP)
+    assert trial.invalid == ("Busy: 400",)
+    assert log[-1] == ("slow_down", None)
+
+
+def test_cached_tokens_behind_a_flush_refute_it():
+    trial = trials([], cached=2).run(SEAT, parse("embedded:"), Server(), LOOP)
+    assert trial.conditions.cached_tokens == 24
+    assert trial.conditions.flushed is False
+
+
+@pytest.mark.parametrize(
+    ("client", "why"),
+    [
+        ({"fails": (2,)}, "request 2: ServerError: 503"),
+        ({"last": 4}, "request 0: ContractError: 4 tokens came"),
+    ],
+)
+def test_what_the_server_does_wrong_makes_the_trial_invalid(client, why):
+    trial = trials([], **client).run(SEAT, parse("embedded:"), Server(), LOOP)
+    assert trial.metrics == {}
+    assert any(line.startswith(why) for line in trial.invalid)
+
+
+def test_a_server_that_never_is_ready_makes_the_trial_invalid():
+    server = Server()
+    server.wait_ready = lambda: (_ for _ in ()).throw(ServerError("ended with 1"))
+    trial = trials([]).run(SEAT, parse("embedded:"), server, LOOP)
+    assert trial.invalid == ("ServerError: ended with 1",)
+    assert trial.conditions.flushed is False
+
+
+def test_prompts_follow_from_the_id_and_begin_with_different_tokens():
+    text = [*range(40), *range(40)]
+    made = prompts(LOOP, text)
+    assert made == prompts(LOOP, text)
+    assert made != prompts(replace(LOOP, id="other"), text)
+    assert [len(prompt) for prompt in made] == [3] * 6
+    assert len({prompt[0] for prompt in made}) == 6
+    for _, second, third in made:
+        assert third == (second + 1) % 40
+    with pytest.raises(UsageError, match="workload loop"):
+        prompts(LOOP, [1, 2, 3, 4, 1, 2])
+    with pytest.raises(UsageError, match="workload loop"):
+        prompts(replace(LOOP, input_len=81), text)
+
+
+def test_of_a_long_reason_the_beginning_and_the_end_are_kept() -> None:
+    log = "\n".join(
+        ["server at http://x ended with 137", *["a frame"] * 200, "EADDRINUSE: port 42011"]
+    )
+    said = brief(NotReady(log))
+    assert said.startswith("NotReady: server at http://x ended with 137")
+    assert said.endswith("EADDRINUSE: port 42011")
+    assert len(said) < 600
+    assert brief(NotReady("short")) == "NotReady: short"

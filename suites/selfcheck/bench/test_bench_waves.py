@@ -1,0 +1,268 @@
+"""Waves toss a recorded coin, stop early, survive interruptions, and find what was planted."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fixtures.tables.margins import ROWS
+from harness.bench import block_runner
+from harness.bench.analysis import findings, verdict
+from harness.bench.arms import parse
+from harness.bench.jsonl import read
+from harness.bench.plan import Setup, scales
+from harness.bench.session import Run
+from harness.bench.session_records import Role, Session, Trial, Workload
+from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.design import Design, toss
+from harness.bench.stats.validity import Conditions
+from harness.core.environment import environment
+from harness.errors import ContractError, ServerError, UsageError
+
+SMALL = Workload(id="small", batch_size=1, input_len=8, output_len=8, requests=2)
+LARGE = Workload(id="large", batch_size=2, input_len=64, output_len=8, requests=4)
+URL = "url:http://127.0.0.1:9"
+
+
+class FakeServer:
+    def __init__(self, lab, log, arm):
+        self.url, self.pid, self._lab, self.arm = f"http://{log.stem}", None, lab, arm
+        self.patience_s = 300.0
+        lab.events.append(("start", arm))
+        lab.up.add(self)
+
+    def wait_ready(self):
+        if self._lab.dead:
+            raise ServerError("the server is dead")
+        return 0.0
+
+    def stop(self):
+        self._lab.up.discard(self)
+
+
+class Lab:
+    """Arms whose trials take what we say: a level a launch, noise of 1 %, drift, and no time."""
+
+    def __init__(self, monkeypatch, *, slower=0.0, planted=0.05, metrics=("step_time", "tpot")):
+        self.slower, self.planted, self.metrics = slower, planted, metrics
+        self.events, self.up, self.most_up, self.dead = [], set(), 0, False
+        self.trials, self.stop_after, self.load = 0, 10**9, 0.1
+        monkeypatch.setattr(
+            "harness.bench.arms.Arm.start", lambda arm, log: FakeServer(self, log, arm)
+        )
+
+    def measure(self, seat, arm, server, workload):
+        assert server in self.up
+        self.most_up = max(self.most_up, len(self.up))
+        self.events.append(("measure", seat, workload.id))
+        if seat.session != "rehearsal":
+            self.trials += 1
+        if self.trials > self.stop_after:
+            raise KeyboardInterrupt
+        noise = random.Random(f"{seat}{workload.id}").gauss(0.0, 0.01)
+        extra = (self.planted if arm.slowdown else 0.0) + (self.slower if arm.url[-1] == "8" else 0)
+        time = 10.0 * (1 + extra) * (1 + noise) * (1 + 0.002 * self.trials)
+        values = {"output_throughput": 1e3 / time, "accept_length": 2.0, "itl": 1.0}
+        wrong = ("dead",) if self.dead else ()
+        return Trial(
+            **vars(seat),
+            workload=workload.id,
+            metrics={} if wrong else values | dict.fromkeys(self.metrics, time),
+            samples=(),
+            conditions=Conditions(load=self.load, failed=0, output_tokens=16),
+            mhz=None,
+            flush_tries=1,
+            flush_seconds=0.0,
+            invalid=wrong,
+            started="",
+            seconds=0.0,
+        )
+
+    def run(self, out: Path, *, resume=False, **changed):
+        asked = {
+            "a": parse(URL),
+            "b": parse("url:http://127.0.0.1:8"),
+            "workloads": (SMALL,),
+            "margins": ROWS,
+            "roles": tuple(Role),
+            "seed": "x",
+            "design": Design.PAIRS,
+        }
+        how = {k: changed.pop(k) for k in ("seconds", "side_by_side") if k in changed}
+        return Run(
+            setup=Setup(**asked | changed),
+            out=out,
+            measure=self.measure,
+            environment=environment,
+            console=Console(quiet=True),
+            resume=resume,
+            **how,
+        ).run()
+
+
+@pytest.mark.parametrize(("asked", "most"), [(None, 16), (3, 3), (40, 40)])
+def test_so_many_blocks_as_asked_for_or_else_as_the_margin_says(tmp_path, monkeypatch, asked, most):
+    out = tmp_path / "bench.jsonl"
+    Lab(monkeypatch).run(out, roles=(Role.SAME,), blocks_at_most=asked)
+    (session,) = (line for line in read(out) if isinstance(line, Session))
+    assert {case.bounds.n_max for case in session.cases} == {most}
+
+
+def rulings(found, role):
+    return {f.metric: f.ruling for f in found if f.role is role}
+
+
+def test_equal_arms_are_ok_and_the_planted_slowdown_is_found(tmp_path, monkeypatch):
+    found = Lab(monkeypatch).run(tmp_path / "bench.jsonl")
+    assert set(rulings(found, Role.CANDIDATE).values()) == {Ruling.OK}
+    assert set(rulings(found, Role.SAME)) == {
+        "step_time", "tpot", "output_throughput", "accept_length"
+    }  # fmt: skip
+    assert rulings(found, Role.PLANTED) == dict.fromkeys(("step_time", "tpot"), Ruling.REGRESSED)
+    night = verdict(found)
+    assert (night.ruling, night.reasons) == (Ruling.OK, ())
+    assert all(f.mde and 0.01 < f.mde < 0.06 for f in found if f.metric == "tpot")
+    assert findings(read(tmp_path / "bench.jsonl")) == found
+    # Four cases: 80 would do, none asks for less than 100; A/A pays for two directions and 1 %.
+    asked = {f.role: f.session.thresholds.blame for f in found}
+    assert asked == pytest.approx({Role.CANDIDATE: 100, Role.SAME: 800, Role.PLANTED: 100})
+    assert set(scales(found)) == {("small", f.metric) for f in found if f.role is Role.SAME}
+
+
+def test_a_slower_candidate_is_blamed_for_time_and_throughput_alone(tmp_path, monkeypatch):
+    found = Lab(monkeypatch, slower=0.06).run(tmp_path / "bench.jsonl")
+    night = verdict(found)
+    assert night.ruling is Ruling.REGRESSED
+    assert rulings(night.findings, Role.CANDIDATE) == {
+        "step_time": Ruling.REGRESSED,
+        "tpot": Ruling.REGRESSED,
+        "output_throughput": Ruling.REGRESSED,
+        "accept_length": Ruling.OK,
+    }
+    throughput = next(f for f in found if f.metric == "output_throughput")
+    assert throughput.evidence.ratio == pytest.approx(1 / 1.06, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("lab", "roles", "why"),
+    [
+        ({"planted": 0.0}, tuple(Role), "control planted slowdown: ok instead of regressed"),
+        ({}, (Role.CANDIDATE, Role.PLANTED), "control A/A: missing"),
+        ({}, (Role.CANDIDATE, Role.SAME), "control planted slowdown: missing"),
+    ],
+)
+def test_a_night_without_working_controls_is_invalid(tmp_path, monkeypatch, lab, roles, why):
+    night = verdict(Lab(monkeypatch, **lab).run(tmp_path / "bench.jsonl", roles=roles))
+    assert night.ruling is Ruling.INVALID
+    assert any(why in reason for reason in night.reasons)
+    candidates = [f for f in night.findings if f.role is Role.CANDIDATE]
+    assert {f.ruling for f in candidates} == {Ruling.INVALID}
+
+
+def test_an_a_a_session_that_is_blamed_makes_the_night_invalid(tmp_path, monkeypatch):
+    found = Lab(monkeypatch).run(tmp_path / "bench.jsonl")
+    blamed = [
+        f.ruled(replace(f.evidence, ruling=Ruling.IMPROVED))
+        if f.role is Role.SAME and f.metric == "tpot"
+        else f
+        for f in found
+    ]
+    night = verdict(blamed)
+    assert night.ruling is Ruling.INVALID
+    assert "control A/A: improved instead of ok or inconclusive" in night.reasons
+
+
+@pytest.mark.parametrize("design", Design)
+def test_blocks_follow_the_coin_and_servers_of_a_wave_run_side_by_side(
+    tmp_path, monkeypatch, design
+):
+    lab = Lab(monkeypatch)
+    lab.run(
+        tmp_path / "bench.jsonl",
+        design=design,
+        workloads=(SMALL, LARGE),
+        blocks_at_most=3,
+        side_by_side=6 * design.launches,
+    )
+    lines = list(read(tmp_path / "bench.jsonl"))
+    assert lab.most_up == 6 * design.launches  # two blocks of each of three sessions
+    assert not lab.up
+    for session in (line for line in lines if isinstance(line, Session)):
+        for workload in ("small", "large"):
+            mine = [t for t in lines if isinstance(t, Trial) and t.session == session.id]
+            letters = "".join(t.arm for t in mine if t.workload == workload)
+            assert letters == "".join(toss(session.seed, i, design) for i in range(3))
+    seeds = {line.seed for line in lines if isinstance(line, Session)}
+    assert len(seeds) == 3
+
+
+def test_few_servers_at_a_time_measure_the_same_blocks(tmp_path, monkeypatch):
+    lab = Lab(monkeypatch)
+    few = lab.run(tmp_path / "few.jsonl", side_by_side=2)
+    assert lab.most_up == 2
+    assert [f.evidence.blocks for f in few] == [
+        f.evidence.blocks for f in Lab(monkeypatch).run(tmp_path / "many.jsonl")
+    ]
+
+
+def test_an_interrupted_run_goes_on_at_the_block_it_was_in(tmp_path, monkeypatch):
+    out, lab = tmp_path / "bench.jsonl", Lab(monkeypatch)
+    lab.stop_after = 9
+    with pytest.raises(KeyboardInterrupt):
+        lab.run(out, workloads=(SMALL, LARGE))
+    assert not lab.up
+    with out.open("a") as file:
+        file.write('{"format":2,"kind":"tri')
+    lab.stop_after, before = 10**9, len(lab.events)
+    with pytest.raises(UsageError, match="--resume"):
+        lab.run(out, workloads=(SMALL, LARGE))
+    with pytest.raises(UsageError, match="seed of session candidate"):
+        lab.run(out, workloads=(SMALL, LARGE), seed="y", resume=True)
+    with pytest.raises(UsageError, match="sessions = "):
+        lab.run(out, workloads=(SMALL, LARGE), roles=(Role.SAME,), resume=True)
+    with pytest.raises(UsageError, match="blocks_at_most = 40 is not accepted; accepted: 16, as"):
+        lab.run(out, workloads=(SMALL, LARGE), blocks_at_most=40, resume=True)
+    for name in ("warm_ups", "passes"):
+        with pytest.raises(UsageError, match=f"{name} of session candidate = 9 is not accepted"):
+            lab.run(out, workloads=(SMALL, LARGE), resume=True, **{name: 9})
+    found = lab.run(out, workloads=(SMALL, LARGE), resume=True)
+    assert verdict(found).ruling is Ruling.OK
+    resumed = [event[1] for event in lab.events[before:] if event[0] == "measure"]
+    assert not any(seat.session == "rehearsal" for seat in resumed)
+    assert {seat.block for seat in resumed if seat.session == "candidate"} >= {1}
+    assert {f.workload.id for f in found} == {"small", "large"}
+
+
+def test_bad_conditions_make_it_invalid_and_never_a_failure(tmp_path, monkeypatch):
+    lab = Lab(monkeypatch, slower=0.2)
+    lab.load = 0.7
+    found = lab.run(
+        tmp_path / "bench.jsonl", roles=(Role.CANDIDATE,), blocks_at_most=4, side_by_side=2
+    )
+    assert {f.ruling for f in found} == {Ruling.INVALID}
+    assert any("load: 0.7, 0.7" in reason for reason in found[0].reasons)
+    assert found[0].evidence.dropped == 3  # more than half of the four that may be valid
+
+
+def test_no_wave_begins_that_would_end_too_late(tmp_path, monkeypatch):
+    now = iter(range(0, 10_000, 10))
+    monkeypatch.setattr(block_runner.time, "monotonic", lambda: float(next(now)))
+    found = Lab(monkeypatch).run(tmp_path / "bench.jsonl", seconds=45.0, side_by_side=6)
+    assert {f.evidence.blocks for f in found} == {2}
+    assert {f.ruling for f in found} == {Ruling.INCONCLUSIVE}
+
+
+def test_a_metric_that_one_arm_lacks_is_not_ruled_on(tmp_path, monkeypatch):
+    found = Lab(monkeypatch, metrics=("tpot",)).run(tmp_path / "bench.jsonl", blocks_at_most=1)
+    assert {f.metric for f in found if f.role is Role.PLANTED} == {"tpot"}
+    assert "step_time" not in {f.metric for f in found}
+
+
+def test_an_arm_that_fails_its_rehearsal_ends_it(tmp_path, monkeypatch):
+    lab = Lab(monkeypatch)
+    lab.dead = True
+    with pytest.raises(ContractError, match="rehearsal of arm A, small: dead"):
+        lab.run(tmp_path / "bench.jsonl")
+    assert not lab.up

@@ -1,0 +1,287 @@
+"""E-values are those of a brute-force gambler, and rulings follow from them block by block."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fixtures.tables.margins import MARGINS, ROWS
+from harness.bench.stats import simulation
+from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.design import Block, Design, toss
+from harness.bench.stats.e_process import log_e, scales
+from harness.bench.stats.estimates import detectable, hodges_lehmann, interval, spread
+from harness.bench.stats.margin import Bounds
+from harness.bench.stats.multiple_testing import (
+    Control,
+    believe,
+    bonferroni,
+    control,
+    e_bh,
+    nightly,
+    settle,
+)
+from harness.bench.stats.sequential_test import Plan, judge
+from harness.errors import ContractError, UsageError
+
+SLOTS = (0.011, -0.004, 0.2, 0.0, -0.03, 0.007, 0.015)
+TPOT = MARGINS["tpot"]
+
+
+def gambler(effects: list[float], margin: float, calibrated: float) -> float:
+    """The e-value again, one bet at a time and in money instead of logarithms."""
+    purses = [0.25, 0.25, 0.25, 0.25]
+    for n, effect in enumerate(effects):
+        seen, scale = effects[:n], calibrated
+        if n >= 3:
+            middle = statistics.median(seen)
+            mad = statistics.median([abs(d - middle) for d in seen])
+            scale = max(1.4826 * mad, calibrated / 4)
+        for i, rate in enumerate((0.5, 1.0, 2.0, 4.0)):
+            gain = math.exp(rate * (effect - margin) / scale)
+            purses[i] *= 1 + 0.85 * (gain - 1 / gain) / (gain + 1 / gain)
+    return sum(purses)
+
+
+def ours(effects: np.ndarray, margin: float, calibrated: float = 0.01) -> np.ndarray:
+    return np.exp(log_e(effects - margin, scales(effects, calibrated)))
+
+
+def session(effects, *, design=Design.PAIRS, metric=TPOT, n_max=16, invalid=(), mhz=False, **more):
+    blocks = []
+    for index, effect in enumerate(effects):
+        order = toss("seed", index, design)
+        values = tuple(5.0 * math.exp(effect) if arm == "B" else 5.0 for arm in order)
+        clocks = tuple(1000 * math.exp(-effect) if arm == "B" else 1000.0 for arm in order)
+        reasons = ("throttled",) if index in invalid else ()
+        clocks = clocks if mhz else ()
+        blocks.append(Block(index=index, order=order, values=values, mhz=clocks, invalid=reasons))
+    bounds = metric.bounds(5.0, n_max)
+    plan = Plan(margin=metric, bounds=bounds, seed="seed", design=design, **more)
+    return blocks, plan
+
+
+def ruled(effects, **more):
+    return judge(*session(effects, **more))
+
+
+def test_every_coin_sequence_agrees_with_brute_force_and_the_mean_is_one():
+    theta = 0.006
+    coins = np.array(list(itertools.product((-1.0, 1.0), repeat=len(SLOTS))))
+    effects = theta + coins * np.array(SLOTS)
+    final = ours(effects, theta)[:, -1]
+    assert final == pytest.approx([gambler(list(row), theta, 0.01) for row in effects])
+    assert ours(effects, theta).mean(axis=0) == pytest.approx([1.0] * len(SLOTS))
+    assert (ours(effects, theta + 0.01).mean(axis=0) <= 1.0).all()
+    assert ours(effects, theta - 0.01).mean(axis=0)[-1] > 1.0
+    mirrored = ours(-(effects - theta), 0.0)[:, -1]
+    assert np.sort(mirrored) == pytest.approx(np.sort(final))
+
+
+def test_hand_worked_bets():
+    # One block one scale above: tanh of 0.5, 1, 2, 4 from a table.
+    tanh = (0.46211716, 0.76159416, 0.96402758, 0.99932930)
+    one = ours(np.array([0.01, 0.01]), 0.0)
+    assert one[0] == pytest.approx(sum(1 + 0.85 * t for t in tanh) / 4)
+    assert one[1] == pytest.approx(sum((1 + 0.85 * t) ** 2 for t in tanh) / 4)
+    assert ours(np.zeros(5), 0.0) == pytest.approx([1.0] * 5)
+    assert ours(np.full(9, 1e6), 0.0) == pytest.approx([1.85**n for n in range(1, 10)])
+
+
+def test_scale_comes_from_earlier_blocks_alone():
+    found = scales(np.array([0.01, 0.03, 0.08, 9.0, 0.0]), 0.02)
+    assert found == pytest.approx([0.02, 0.02, 0.02, 1.4826 * 0.02, 1.4826 * 0.035])
+    assert scales(np.full(5, 0.1), 0.02)[3:] == pytest.approx([0.005, 0.005])
+    with pytest.raises(UsageError, match="calibrated scale = 0"):
+        scales(np.zeros(3), 0.0)
+    with pytest.raises(UsageError, match=r"effects = \[nan\]"):
+        scales(np.array([math.nan]))
+
+
+@pytest.mark.parametrize(
+    ("effect", "ruling", "blocks", "behind"),
+    [
+        (0.5, Ruling.REGRESSED, 8, "e_regressed"),
+        (-0.5, Ruling.IMPROVED, 8, "e_improved"),
+        (0.0, Ruling.OK, 5, "e_clear"),
+    ],
+)
+def test_rulings_stop_early_and_later_blocks_change_nothing(effect, ruling, blocks, behind):
+    found = ruled([effect] * blocks + [-effect] * 4)
+    assert (found.ruling, found.over, found.blocks) == (ruling, True, blocks)
+    assert not ruled([effect] * (blocks - 1)).over
+    assert found.e_value == getattr(found, behind) >= 20.0
+    assert found.ratio == pytest.approx(math.exp(effect))
+    assert found.low < found.ratio < found.high or found.low == 0
+
+
+def test_throughput_turns_the_sign_and_not_the_ratio():
+    found = ruled([0.5] * 8, metric=MARGINS["output_throughput"])
+    assert (found.ruling, found.ratio) == (Ruling.IMPROVED, pytest.approx(math.exp(0.5)))
+
+
+def test_no_decision_within_n_max_is_inconclusive():
+    found = ruled([0.3, -0.3] * 3, n_max=6)
+    assert (found.ruling, found.over, found.blocks) == (Ruling.INCONCLUSIVE, True, 6)
+    empty = ruled([])
+    assert (empty.ruling, empty.over, empty.e_regressed) == (Ruling.INCONCLUSIVE, False, 1.0)
+    assert (empty.e_clear, empty.e_improved, empty.high) == (1.0, 1.0, math.inf)
+    assert found.e_value == found.e_regressed
+
+
+def test_a_third_of_the_blocks_may_be_invalid_and_no_more():
+    assert ruled([0.5] * 12, invalid=(0, 3, 5, 9)).ruling is Ruling.REGRESSED
+    found = ruled([0.5] * 13, invalid=(0, 3, 5, 9, 10))
+    assert (found.ruling, found.over, found.dropped) == (Ruling.INVALID, True, 5)
+    assert found.reasons[1:] == ("throttled",)
+    hopeless = ruled([0.0] * 3, invalid=(0, 1, 2), n_max=4)
+    assert (hopeless.ruling, hopeless.blocks) == (Ruling.INVALID, 0)
+
+
+def test_a_slowdown_that_the_clock_explains_is_invalid():
+    assert ruled([0.5] * 8, mhz=True).ruling is Ruling.INVALID
+    blocks, plan = session([0.5] * 8, mhz=True)
+    bare, _ = session([0.5] * 8)
+    with pytest.raises(UsageError, match="mhz"):
+        judge([*blocks[:7], bare[7]], plan)
+
+
+def test_a_session_answers_to_its_coin():
+    blocks, plan = session([0.5] * 8)
+    with pytest.raises(ContractError, match="block index = 2"):
+        judge([*blocks[:1], *blocks[2:]], plan)
+    other = Block(index=0, order=blocks[0].order[::-1], values=(1.0, 1.0))
+    with pytest.raises(ContractError, match="block 0 order"):
+        judge([other], plan)
+    heads = sum(toss("s", i, Design.QUADS) == "BAAB" for i in range(1000))
+    assert 430 < heads < 570
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, 0.0, None, True])
+def test_measurements_that_are_none_are_refused(bad):
+    with pytest.raises(UsageError, match=r"block 3 values\[1\] = .*accepted: a finite number"):
+        Block(index=3, order="AB", values=(1.0, bad))
+    assert Block(index=3, order="AB", values=(1.0, bad), invalid=("crashed",)).invalid
+
+
+def test_missing_measurements_and_unknown_orders_are_refused():
+    with pytest.raises(UsageError, match="one number for each trial of ABBA"):
+        Block(index=0, order="ABBA", values=(1.0, 2.0))
+    with pytest.raises(UsageError, match="order = 'AA'"):
+        Block(index=0, order="AA", values=(1.0, 2.0))
+
+
+def test_quads_forget_a_linear_drift():
+    block = Block(index=0, order="ABBA", values=(1.0, math.e, math.e**2, math.e**3))
+    assert block.effect == pytest.approx(0.0)
+    assert block.arm("B") == pytest.approx(math.exp(1.5))
+
+
+def test_families():
+    assert [bonferroni(k).blame for k in (1, 5, 10)] == pytest.approx([100.0, 100.0, 200.0])
+    assert nightly(20).blame == pytest.approx(400.0)
+    assert control(5).blame == pytest.approx(1000.0)  # five cases, two directions, one in 100
+    with pytest.raises(UsageError, match="cases = 11"):
+        bonferroni(11)
+    # K = 4 at 5 %: 80 for one, 40 each for two, 26.7 for three.
+    assert e_bh({"a": 41.0, "b": 40.0, "c": 26.0, "d": 0.0}) == {"a", "b"}
+    assert e_bh({"a": 79.0, "b": 30.0, "c": 27.0, "d": 0.0}) == {"a", "b", "c"}
+    assert e_bh({"a": 79.0, "b": 1.0, "c": 1.0, "d": 0.0}) == e_bh({}) == frozenset()
+    with pytest.raises(UsageError, match="e-value of a = nan"):
+        e_bh({"a": math.nan})
+
+
+def test_a_night_is_settled_and_believed():
+    worse, same, better = (ruled([x] * 8) for x in (0.5, 0.0, -0.5))
+    table = {"worse": worse, "same": same, "better": better}
+    settled = settle(table)
+    assert [found.ruling for found in settled.values()] == ["regressed", "ok", "improved"]
+    crowd = settle({"worse": worse} | {f"same {i}": same for i in range(20)})
+    assert crowd["worse"].ruling is Ruling.INCONCLUSIVE
+    lost = replace(worse, ruling=Ruling.INVALID)
+    many = settle({"worse": worse} | {f"lost {i}": lost for i in range(20)})
+    assert many["worse"].ruling is Ruling.INCONCLUSIVE
+    assert many["lost 0"] == lost
+    assert believe(table, {Control.AA: same, Control.PLANTED: worse}) == table
+    night = believe(table, {Control.AA: better})
+    assert all(found.ruling.is_red for found in night.values())
+    assert [reason.split(":")[1] for reason in night["same"].reasons] == [
+        " improved instead of ok or inconclusive",
+        " missing instead of regressed",
+    ]
+
+
+def test_estimates():
+    # Walsh averages of 0, 1, 5: 0, 0.5, 1, 2.5, 3, 5.
+    assert hodges_lehmann([5.0, 0.0, 1.0]) == pytest.approx(1.75)
+    assert interval([0.01] * 5) == (-math.inf, math.inf)
+    low, high = interval([0.01] * 12)
+    assert low < 0.01 < high
+    assert high - 0.01 == pytest.approx(0.01 - low, abs=0.0011)
+    assert gambler([0.01] * 12, low, 0.01) >= 40 > gambler([0.01] * 12, low + 0.0005, 0.01)
+    assert spread([0.01, -0.02, 0.03]) == pytest.approx(1.4826 * 0.02)
+    assert spread([0.0]) == pytest.approx(1e-4)
+    with pytest.raises(UsageError, match="effects"):
+        hodges_lehmann([])
+
+
+def test_detectable_effect_grows_with_the_noise():
+    bounds = Bounds(delta0=0.005, delta1=0.03, n_max=16)
+    quiet, loud = ([s * x for x in SLOTS] for s in (0.1, 1.0))
+    assert 0.005 < detectable(quiet, bounds) < detectable(loud, bounds) < 0.2
+    assert detectable(quiet, Bounds(delta0=0.0, delta1=0.03, n_max=3)) == math.inf
+
+
+def test_margins_table():
+    assert len(MARGINS) == len(ROWS)
+    host = MARGINS["metadata_host"]
+    assert host.bounds(1000.0, 16).delta0 == pytest.approx(math.log(1.01))
+    widened = host.bounds(20.0, 16)
+    assert widened.delta0 == pytest.approx(math.log(1.1))
+    assert widened.delta1 - widened.delta0 == pytest.approx(math.log(1.04 / 1.01))
+    assert MARGINS["accept_length"].cost(0.5) == pytest.approx(math.log(2))
+    with pytest.raises(UsageError, match="metric = 'itl'"):
+        MARGINS["itl"].bounds(1.0, 16)
+    with pytest.raises(UsageError, match="level = 0"):
+        host.bounds(0.0, 16)
+
+
+@pytest.mark.parametrize("name", [n for n in simulation.SCENES if "margin 0" in n])
+def test_false_alarms_are_rare_whatever_the_noise(name):
+    found = simulation.simulate(simulation.SCENES[name], 3000).by_ruling
+    assert found[Ruling.REGRESSED] <= 0.01
+    assert found[Ruling.IMPROVED] <= 0.01
+
+
+def test_without_the_coin_the_second_place_is_blamed():
+    scene = simulation.SCENES["A/A, lognormal, margin 0"]
+    assert simulation.simulate(scene, 500, coin=False).by_ruling[Ruling.REGRESSED] > 0.1
+
+
+def test_three_percent_are_found_and_none_are_cleared_at_once():
+    found = simulation.simulate(simulation.SCENES["3% slower, quads, delta0 0.5 %"], 4000)
+    assert found.by_ruling[Ruling.REGRESSED] >= 0.9 - 0.01
+    assert found.by_ruling[Ruling.OK] <= 0.05
+    assert 8 <= found.blocks <= 16
+
+
+def test_short_trials_that_alternate_see_through_a_shared_host():
+    shares = {
+        (slowdown, design): simulation.simulate(
+            simulation.SCENES[f"{slowdown} slower, shared host, {design}"], 1000
+        ).by_ruling[Ruling.REGRESSED]
+        for slowdown in ("0%", "5%")
+        for design in ("pairs", "quads", "thue_morse")
+    }
+    assert all(shares["0%", design] <= 0.01 for design in ("pairs", "quads", "thue_morse"))
+    assert shares["5%", "pairs"] < shares["5%", "quads"] < 0.9 < shares["5%", "thue_morse"]
+
+
+def test_the_simulation_prints_its_table(capsys):
+    assert simulation.main(["--sessions", "20"]) == 0
+    assert capsys.readouterr().out.count("\n") == 1 + len(simulation.SCENES)

@@ -1,0 +1,1 @@
+"""Claims: lanes, gates and reports."""

@@ -1,0 +1,187 @@
+"""``python3 -m ci LANE`` needs Python alone and runs exactly the lane it was asked for."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import os
+import subprocess
+import sys
+import tomllib
+import venv
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from ci import __main__ as ci
+from harness.core.paths import ROOT
+
+
+def test_lanes_are_the_tox_environments() -> None:
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(ROOT / "tox.ini")
+    environments = {
+        name.removeprefix("testenv:") for name in tox.sections() if name.startswith("testenv:")
+    }
+    assert set(ci.lanes()) == environments
+    assert {name.strip() for name in tox["tox"]["env_list"].split(",")} == environments
+
+
+def test_entry_point_imports_the_standard_library_alone() -> None:
+    tree = ast.parse((ROOT / "ci" / "__main__.py").read_text(encoding="utf-8"))
+    imported = {
+        name.partition(".")[0]
+        for node in ast.walk(tree)
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert imported <= sys.stdlib_module_names
+
+
+def pins(*names: str) -> dict[str, str]:
+    """Package in lower case -> version, of files that agree on no package."""
+    files = [(ROOT / "ci" / name).read_text(encoding="utf-8").splitlines() for name in names]
+    found = [line.lower() for lines in files for line in lines if not line.startswith("#")]
+    assert len({line.partition("==")[0].replace("_", "-") for line in found}) == len(found)
+    return dict(line.replace("_", "-").split("==") for line in found)
+
+
+@pytest.mark.parametrize(("stack", "extras"), [("cpu", ("test", "lint")), ("gpu", ("test", "gpu"))])
+def test_every_requirement_of_a_lane_is_pinned(stack: str, extras: tuple[str, ...]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    chosen = [project["optional-dependencies"][extra] for extra in extras]
+    pinned = pins("constraints.txt", f"constraints-{stack}.txt")
+    for requirement in map(Requirement, sum(chosen, project["dependencies"])):
+        assert requirement.specifier.contains(pinned[requirement.name.lower()]), requirement
+
+
+def test_tox_is_pinned() -> None:
+    assert "tox" in pins("constraints.txt")
+
+
+def test_ci_runs_the_test_lane() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert script.read_text(encoding="utf-8").splitlines()[-1] == "exec python3 -m ci test"
+
+
+def test_without_a_lane_the_menu_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ci.main([]) == 0
+    shown = capsys.readouterr().out
+    for name, description in ci.lanes().items():
+        assert any(line.split(None, 1) == [name, description] for line in shown.splitlines())
+
+
+def test_unknown_lane_lists_the_lanes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ci.main(["tset"]) == 2
+    first, *menu = capsys.readouterr().err.splitlines()
+    assert first == "ci: lane = 'tset' is not accepted; accepted:"
+    assert [line.split()[0] for line in menu] == list(ci.lanes())
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What would have been started; every command ends with 3."""
+    started: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        started.append(command)
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.setattr(ci.subprocess, "run", run)
+    return started
+
+
+@pytest.mark.parametrize(
+    ("argv", "handed_on"),
+    [
+        (["lint"], ["-e", "lint"]),
+        (["test", "--"], ["-e", "test"]),
+        (["test", "--", "-k", "v2", "--", "-x"], ["-e", "test", "--", "-k", "v2", "--", "-x"]),
+    ],
+)
+def test_lane_gets_its_arguments_and_returns_its_code(
+    monkeypatch: pytest.MonkeyPatch,
+    commands: list[list[str]],
+    argv: list[str],
+    handed_on: list[str],
+) -> None:
+    monkeypatch.setattr(ci, "tool_environment", lambda: Path("python-with-tox"))
+    monkeypatch.setattr(ci, "has_gpu", lambda: False)
+    assert ci.main(argv) == 3
+    [command] = commands
+    assert command[:4] == ["python-with-tox", "-m", "tox", "run"]
+    assert command[command.index("-e") :] == handed_on
+
+
+@pytest.mark.parametrize(
+    ("tool", "listed", "code", "stack"),
+    [
+        (None, b"", 0, None),
+        ("nvidia-smi", b"GPU 0: NVIDIA H200 (UUID: GPU-0)\n", 0, "gpu"),
+        ("nvidia-smi", b"No devices found.\n", 0, None),
+        ("nvidia-smi", b"GPU 0: gone\n", 9, None),
+    ],
+)
+def test_lane_gets_real_kernels_where_a_gpu_is(
+    monkeypatch: pytest.MonkeyPatch,
+    tool: str | None,
+    listed: bytes,
+    code: int,
+    stack: str | None,
+) -> None:
+    environments: list[dict[str, str]] = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
+        environments.append(options.get("env", {}))
+        return subprocess.CompletedProcess(command, code, stdout=listed)
+
+    monkeypatch.delenv("SPECGATE_STACK", raising=False)
+    monkeypatch.setattr(ci, "tool_environment", lambda: Path("python-with-tox"))
+    monkeypatch.setattr(ci.shutil, "which", lambda name: tool)
+    monkeypatch.setattr(ci.subprocess, "run", run)
+    ci.main(["run"])
+    assert environments[-1].get("SPECGATE_STACK") == stack
+    assert environments[-1]["PATH"] == os.environ["PATH"]
+
+
+@pytest.fixture
+def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    folder = tmp_path / "tools"
+    monkeypatch.setattr(ci, "TOOLS", folder)
+    monkeypatch.setattr(venv, "create", lambda folder, **_: folder.mkdir())
+    return folder
+
+
+def test_tool_environment_is_made_once_and_again_when_outdated(
+    monkeypatch: pytest.MonkeyPatch, commands: list[list[str]], tools: Path, tmp_path: Path
+) -> None:
+    assert ci.tool_environment() == ci.tool_environment() == tools / "bin" / "python"
+    assert len(commands) == 1
+    assert commands[0][-3:] == ["--constraint", str(ROOT / "ci" / "constraints.txt"), "tox"]
+    newer = tmp_path / "constraints.txt"
+    newer.write_text("tox==99\n")
+    monkeypatch.setattr(ci, "CONSTRAINTS", newer)
+    ci.tool_environment()
+    assert len(commands) == 2
+
+
+def test_failed_installation_is_one_line_and_made_anew(
+    monkeypatch: pytest.MonkeyPatch, tools: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(command: list[str], **_: object) -> None:
+        raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr(ci.subprocess, "run", run)
+    for _ in range(2):
+        assert ci.main(["test"]) == 1
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith("ci: no tool environment: ")
+    assert not (tools / "stamp").exists()

@@ -1,0 +1,228 @@
+"""``specgate`` starts what its verbs stand for and returns the first failure."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import __main__ as cli
+
+
+class Started:
+    """Stands in for processes: remembers what was started, answers with exit codes by module."""
+
+    def __init__(self, codes: dict[str, int]) -> None:
+        self.codes = codes
+        self.calls: list[tuple[str, ...]] = []
+
+    def __call__(self, module: str, *args: str) -> int:
+        self.calls.append((module, *args))
+        return self.codes.get(module, 0)
+
+
+def started(monkeypatch: pytest.MonkeyPatch, **codes: int) -> Started:
+    stand_in = Started({name.replace("_", "."): code for name, code in codes.items()})
+    monkeypatch.setattr(cli, "start", stand_in)
+    return stand_in
+
+
+def test_run_tests_reports_and_gates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stand_in = started(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "--report", "out", "-k", "draft_extend_v2", "-x"]) == 0
+    folder = tmp_path / "out"
+    pytest_call, *after = stand_in.calls
+    assert pytest_call[:3] == ("pytest", "suites/differential", "suites/speculative")
+    assert pytest_call[-9:-5] == ("--workers-per-gpu", "4", "--device", "auto")
+    assert pytest_call[-5:] == ("--report", str(folder), "-k", "draft_extend_v2", "-x")
+    assert after == [
+        ("ci.report", f"{folder}/records.jsonl", "--out", f"{folder}/index.html"),
+        ("ci.gate", f"{folder}/records.jsonl"),
+    ]
+
+
+def test_a_separator_does_not_reach_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = started(monkeypatch)
+    assert cli.main(["run", "--", "-k", "draft_extend_v2"]) == 0
+    assert stand_in.calls[0][-3:] == (str(cli.Path("report").absolute()), "-k", "draft_extend_v2")
+
+
+@pytest.mark.parametrize(
+    ("codes", "ended", "calls"),
+    [
+        pytest.param({"pytest": 1}, 1, 3, id="failed-tests-are-reported"),
+        pytest.param({"pytest": 2, "ci_gate": 1}, 2, 3, id="interrupted-run-is-reported"),
+        pytest.param({"pytest": 4}, 4, 1, id="usage-error-stops"),
+        pytest.param({"pytest": 5}, 5, 1, id="nothing-collected-stops"),
+        pytest.param({"ci_gate": 1}, 1, 3, id="gate-decides"),
+        pytest.param({"ci_report": 2, "ci_gate": 1}, 2, 3, id="first-failure-counts"),
+    ],
+)
+def test_run_returns_the_first_failure(
+    monkeypatch: pytest.MonkeyPatch, codes: dict[str, int], ended: int, calls: int
+) -> None:
+    stand_in = started(monkeypatch, **codes)
+    assert cli.main(["run"]) == ended
+    assert len(stand_in.calls) == calls
+
+
+def test_gpu_times_alone_what_it_tested_in_parallel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stand_in = started(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["gpu", "--report", "out", "--workers-per-gpu", "4"]) == 0
+    tested, timed, *after = stand_in.calls
+    assert tested[:3] == ("pytest", "suites", "--ignore=suites/latency")
+    assert tested[3:5] == ("-n", "auto")
+    assert tested[-6:-4] == ("--device", "cuda")
+    assert tested[-4:] == ("--workers-per-gpu", "4", "--report", str(tmp_path / "out"))
+    figures = f"--latency-json={tmp_path / 'out' / 'latency.json'}"
+    assert timed == ("pytest", "suites/latency", "-n0", "--device", "cuda", figures)
+    assert [call[0] for call in after] == ["ci.report", "ci.gate"]
+
+
+@pytest.mark.parametrize(
+    ("args", "first"),
+    [
+        (["-k", "xqa"], "suites"),
+        (["suites/graphs/test_cuda_graphs.py", "-n0"], "-n"),
+    ],
+)
+def test_gpu_runs_what_is_selected_alone(
+    monkeypatch: pytest.MonkeyPatch, args: list[str], first: str
+) -> None:
+    stand_in = started(monkeypatch)
+    assert cli.main(["gpu", *args]) == 0
+    [tested] = [call for call in stand_in.calls if call[0] == "pytest"]
+    assert tested[1] == first
+    assert tested[-len(args) :] == tuple(args)
+
+
+@pytest.mark.parametrize(
+    ("codes", "ended", "calls"),
+    [
+        pytest.param({"pytest": 1}, 1, 4, id="failed-tests-are-timed-and-judged"),
+        pytest.param({"pytest": 2}, 2, 3, id="interrupted-run-is-judged"),
+        pytest.param({"pytest": 4}, 4, 1, id="lost-environment-stops"),
+        pytest.param({"pytest": 5}, 5, 1, id="nothing-collected-stops"),
+        pytest.param({"ci_gate": 1}, 1, 4, id="gate-decides"),
+    ],
+)
+def test_gpu_returns_the_first_failure(
+    monkeypatch: pytest.MonkeyPatch, codes: dict[str, int], ended: int, calls: int
+) -> None:
+    stand_in = started(monkeypatch, **codes)
+    assert cli.main(["gpu"]) == ended
+    assert len(stand_in.calls) == calls
+
+
+@pytest.mark.parametrize("mode", ["verify", "add", "rewrite"])
+def test_golden_hands_its_mode_to_pytest(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    stand_in = started(monkeypatch, pytest=1)
+    assert cli.main(["golden", mode, "-k", "decode"]) == 1
+    assert stand_in.calls == [("pytest", *cli.GOLDENS, "-n0", f"--golden={mode}", "-k", "decode")]
+
+
+def test_limits_hands_its_device_and_page_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stand_in = started(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["limits", "--out", "a.md"]) == 0
+    assert cli.main(["limits", "--device", "cpu"]) == 0
+    first, second = stand_in.calls
+    assert first == ("harness.kernels.limits", "--device", "cuda", "--out", str(tmp_path / "a.md"))
+    assert second == ("harness.kernels.limits", "--device", "cpu")
+
+
+def test_report_hands_its_paths_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stand_in = started(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report", "a.jsonl", "--out", "b.html"]) == 0
+    assert cli.main(["report", "a.jsonl"]) == 0
+    records, page = str(tmp_path / "a.jsonl"), str(tmp_path / "b.html")
+    assert stand_in.calls == [("ci.report", records, "--out", page), ("ci.report", records)]
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ([], "the following arguments are required"),
+        (["nonsense"], "invalid choice: 'nonsense'"),
+        (["golden", "burn"], "invalid choice: 'burn'"),
+        (["report", "a.jsonl", "--fast"], "unrecognized arguments: --fast"),
+    ],
+)
+def test_bad_command_line_is_refused(
+    argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_start_runs_a_module_in_the_repository(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.start("ci") == 0
+    assert capfd.readouterr().out.startswith("usage: python3 -m ci LANE")
+    assert cli.start("ci", "no-such-lane") == 2
+
+
+def test_interrupt_waits_for_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Child:
+        waits = iter([KeyboardInterrupt(), KeyboardInterrupt(), 2])
+
+        def __enter__(self) -> Child:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            return
+
+        def wait(self) -> int:
+            ended = next(self.waits)
+            if isinstance(ended, KeyboardInterrupt):
+                raise ended
+            return ended
+
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: Child())
+    assert cli.start("pytest") == 2
+
+
+def test_latency_is_timed_by_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stand_in = started(monkeypatch, pytest=1)
+    assert cli.main(["latency", "--report", str(tmp_path), "-k", "512K"]) == 1
+    timed = ("pytest", "suites/latency", "-n0", "--device", "cuda")
+    assert stand_in.calls == [(*timed, f"--latency-json={tmp_path}/latency.json", "-k", "512K")]
+
+
+def test_wheels_fill_the_folder_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stand_in = started(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["wheels"]) == cli.main(["wheels", "--into", "kept"]) == 0
+    module = "harness.upstream.released_wheel"
+    assert stand_in.calls == [(module,), (module, "--into", str(tmp_path / "kept"))]
+
+
+@pytest.mark.parametrize("verb", ["bench", "compare", "mutants", "serve"])
+def test_a_verb_with_its_own_command_line_becomes_that_program(
+    monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    became: list[tuple[str, list[str], dict[str, str]]] = []
+
+    def execve(*call: Any) -> None:
+        became.append(call)
+        raise SystemExit
+
+    monkeypatch.setattr(cli.os, "execve", execve)
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    with pytest.raises(SystemExit):
+        cli.main([verb, "--help"])
+    [(program, argv, env)] = became
+    assert program == argv[0] == sys.executable
+    assert argv[1:] == ["-m", cli.HANDED_ON[verb][0], "--help"]
+    assert env["PYTHONPATH"] == f"{cli.ROOT}:/elsewhere"

@@ -1,0 +1,186 @@
+"""The nightly job plans for the GPUs it finds, or for those it is meant for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from ci.nightly import machine, stages
+from ci.nightly.machine import Machine
+from ci.nightly.stages import Arm, Stage
+from fixtures import bench, planned
+from fixtures.fakes.fake_nvml import Driver
+from fixtures.plan import trials as planned_here
+from harness.bench import arms
+from harness.bench.session_records import Role
+from harness.core.capability import BLACKWELL
+from harness.core.paths import ROOT
+from harness.errors import UsageError
+
+CONFIG = machine.configuration()
+PINS = {"reference": "sglang==0.5.14", "candidate": "sglang"}
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "pynvml", Driver(broken=True))
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch, *gpus: tuple[str, tuple[int, int]]) -> Machine:
+    monkeypatch.setattr(machine, "pynvml", Driver(*gpus))
+    return machine.detect(CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("sm", "name", "kernels"),
+    [
+        ((10, 0), "Blackwell", ["trtllm_gen"]),
+        ((10, 3), "Blackwell", ["trtllm_gen"]),
+        ((9, 0), "Hopper", ["flash_mla", "xqa"]),
+    ],
+)
+def test_kernels_follow_from_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, sm: tuple[int, int], name: str, kernels: list[str]
+) -> None:
+    here = with_gpus(monkeypatch, ("NVIDIA X", sm), ("NVIDIA X", sm))
+    assert (here.gpus, here.sm, here.kernels) == (("NVIDIA X",) * 2, sm, kernels)
+    assert str(here).startswith(
+        f"2 × NVIDIA X, {name} {sm[0]}.{sm[1]}: runs {', '.join(kernels)}; "
+    )
+
+
+def test_hopper_says_what_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = str(with_gpus(monkeypatch, ("NVIDIA H200", (9, 0))))
+    assert "trtllm_gen needs compute capability 10.0 or 10.3, this device has 9.0" in said
+
+
+def test_the_target_and_every_blackwell_have_a_row() -> None:
+    known = {machine.parsed(gpu) for row in CONFIG["machine"] for gpu in row["gpus"]}
+    assert known >= BLACKWELL
+    assert machine.parsed(CONFIG["target_gpu"]) in BLACKWELL
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu_a_plan_is_for_the_target_or_what_is_asked() -> None:
+    assert machine.detect(CONFIG).sm == (10, 0)
+    hopper = machine.detect(CONFIG, "9.0")
+    assert (hopper.gpus, hopper.sm) == ((), (9, 0))
+    assert str(hopper).startswith("no GPU here, planned for Hopper 9.0: runs flash_mla, xqa; ")
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("text", ["8.0", "ten", "10", "10.0.0", "-9.0"])
+def test_a_gpu_that_no_row_is_for_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="compute capability = "):
+        machine.detect(CONFIG, text)
+
+
+def test_unlike_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="one compute capability"):
+        with_gpus(monkeypatch, ("NVIDIA B200", (10, 0)), ("NVIDIA H200", (9, 0)))
+
+
+def plan_of(
+    sm: str = "10.0", backend: str | None = None, options: Sequence[str] = (), **pins: str
+) -> dict[str, Stage]:
+    here = Machine((), machine.parsed(sm), machine.row_of(CONFIG, machine.parsed(sm)))
+    both = stages.arms_of(PINS | pins)
+    night = stages.plan(here.serving(backend), CONFIG, Path("out"), both, options)
+    return {stage.name: stage for stage in night}
+
+
+def option(stage: Stage, name: str) -> str:
+    return stage.argv[stage.argv.index(name) + 1]
+
+
+@pytest.mark.parametrize(("sm", "backend"), [("10.3", "trtllm_mha"), ("9.0", "fa3")])
+def test_benchmark_compares_two_environments_with_controls(sm: str, backend: str) -> None:
+    night = plan_of(sm)
+    stage = night["bench"]
+    assert list(night)[:2] == ["differential", "latency"]
+    assert list(night)[-2:] == ["server", "bench"]
+    assert stage.needs == ("reference", "candidate")
+    asked = bench_options(stage)
+    assert asked.sessions == "candidate,A/A,planted"
+    sides = [arms.parse(option(stage, side)) for side in ("--a", "--b")]
+    pythons = [
+        ROOT / ".tox" / "pins" / name / "bin" / "python" for name in ("sglang-0.5.14", "sglang")
+    ]
+    assert [Path(side.options["python"]) for side in sides] == pythons
+    assert {side.options["backend"] for side in sides} == {backend}
+    assert [side.options["name"] for side in sides] == ["reference", "candidate"]
+    assert night["reference"].argv[0] == str(pythons[0])
+    assert night["reference"].argv[-1] == "sglang==0.5.14"
+    assert night["reference"].needs == ("reference environment",)
+
+
+def bench_options(stage: Stage) -> argparse.Namespace:
+    """What the benchmark makes of its command line, which must say enough for a plan."""
+    options = bench.parser().parse_args(stage.argv[4:])
+    assert bench.setup(options).roles == tuple(Role)
+    return options
+
+
+def test_suites_of_servers_ask_the_candidate() -> None:
+    night = plan_of("10.3", candidate="sglang==0.5.23")
+    server = night["server"]
+    home = ROOT / ".tox" / "pins" / "sglang-0.5.23"
+    assert option(server, "--server") == "sglang"
+    assert option(server, "--server-python") == str(home / "bin" / "python")
+    assert option(server, "--server-backend") == "trtllm_mha"
+    assert server.needs == ("candidate",)
+    assert list(night).index("candidate") < list(night).index("server")
+
+
+def test_another_backend_is_served_and_benchmarked() -> None:
+    night = plan_of("9.0", backend="triton")
+    assert option(night["server"], "--server-backend") == "triton"
+    sides = [arms.parse(option(night["bench"], side)) for side in ("--a", "--b")]
+    assert [side.options["backend"] for side in sides] == ["triton", "triton"]
+
+
+def test_the_benchmark_is_told_more_and_the_last_word_wins() -> None:
+    night = plan_of(options=("--seconds", "60.5", "--design", "pairs"))
+    asked = bench_options(night["bench"])
+    assert (asked.seconds, asked.design) == (60.5, "pairs")
+    assert asked.planted == bench_options(plan_of()["bench"]).planted
+
+
+def test_an_installed_python_needs_no_environment() -> None:
+    night = plan_of(reference=sys.executable)
+    assert not [name for name in night if name.startswith("reference")]
+    assert night["bench"].needs == ("candidate",)
+    both = plan_of(reference=sys.executable, candidate=sys.executable)
+    assert list(both) == ["differential", "latency", "server", "bench"]
+    assert not any(stage.needs for stage in both.values())
+    assert f"python={sys.executable}" in option(night["bench"], "--a")
+
+
+@pytest.mark.parametrize("pin", ["", "sglang=0.5", "-e .", "/no/such/python", "a b", "sglang==1;x"])
+def test_a_pin_that_is_neither_is_refused(pin: str) -> None:
+    with pytest.raises(UsageError, match=r"a requirement such as sglang==0\.5\.14, or an existing"):
+        Arm(pin, Path())
+
+
+def test_commands_of_stages_exist() -> None:
+    night = plan_of()
+    paths = [word for stage in night.values() for word in stage.argv if word.startswith("suites/")]
+    assert paths
+    assert all((ROOT / path).is_dir() for path in paths)
+    assert [stage.argv[2] for stage in night.values() if stage.argv[1] == "-m"] == [
+        "harness", "harness", "venv", "pip", "venv", "pip", "pytest", "harness",
+    ]  # fmt: skip
+
+
+def test_plan_for_a_gpu_that_is_not_here_is_the_one_a_gpu_would_make() -> None:
+    rows = list(planned.rows((9, 0)))
+    runs = Counter(subject.split("/")[1] for _, subject, _, _, refused in rows if not refused)
+    assert set(runs) == {"xqa", "flash_mla", "reference"}
+    assert {row[:2] for row in planned.rows(None)} == {(c.id, s.name) for c, s, _ in planned_here()}
+    needs = "trtllm_gen needs compute capability 10.0 or 10.3, this device has 9.0"
+    assert {row[4] for row in rows if row[1] == "trtllm_mha/trtllm_gen"} == {needs}

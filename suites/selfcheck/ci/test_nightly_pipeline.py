@@ -1,0 +1,48 @@
+"""The pipeline is one that GitHub understands, and calls tox and nothing else."""
+
+from __future__ import annotations
+
+import configparser
+import shlex
+
+import yaml
+
+from ci.nightly import checks
+from harness.core.paths import ROOT
+
+PIPELINE = yaml.safe_load((ROOT / "ci" / "pipeline.yml").read_text(encoding="utf-8"))
+STEPS = [step for job in PIPELINE["jobs"].values() for step in job["steps"]]
+
+
+def test_pipeline_has_what_github_needs() -> None:
+    assert set(PIPELINE) == {"name", True, "permissions", "env", "defaults", "jobs"}
+    assert set(PIPELINE[True]) == {"push", "pull_request", "schedule", "workflow_dispatch"}
+    [entry] = PIPELINE[True]["schedule"]
+    assert len(entry["cron"].split()) == 5
+    for job in PIPELINE["jobs"].values():
+        assert {"runs-on", "steps", "timeout-minutes"} <= set(job)
+    assert all(("uses" in step) != ("run" in step) for step in STEPS)
+    assert all("@v" in step["uses"] for step in STEPS if "uses" in step)
+
+
+def test_pipeline_calls_tox_and_nothing_else() -> None:
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(ROOT / "tox.ini")
+    lanes = PIPELINE["jobs"]["check"]["strategy"]["matrix"]["lane"]
+    commands = [step["run"] for step in STEPS if "run" in step]
+    ran = [shlex.split(c.replace("${{ matrix.lane }}", lane)) for c in commands for lane in lanes]
+    assert {words[0] for words in ran} == {"$TOX"}
+    assert {words[1] for words in ran} == {"-e"}
+    assert all(f"testenv:{words[2]}" in tox for words in ran)
+    assert {tuple(words[3:]) for words in ran} == {(), ("--", "--dry-run")}
+    pins = dict(checks.pinned("constraints.txt"))
+    assert PIPELINE["env"]["TOX"] == f"pipx run tox=={pins['tox']} run"
+
+
+def test_a_matrix_without_values_is_never_asked_for() -> None:
+    text = (ROOT / "ci" / "pipeline.yml").read_text(encoding="utf-8")
+    for name, job in PIPELINE["jobs"].items():
+        matrix = job.get("strategy", {}).get("matrix", {})
+        asked = {word.split("}")[0].strip() for word in str(job).split("matrix.")[1:]}
+        assert {word.partition(" ")[0] for word in asked} == set(matrix), name
+    assert "\t" not in text

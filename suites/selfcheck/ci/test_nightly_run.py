@@ -1,0 +1,200 @@
+"""A night starts what it planned, is green only with all of it, and says what it left out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ci.nightly import __main__ as command
+from ci.nightly import checks, machine, nightly_run, stages, trials
+from ci.nightly.checks import Check
+from ci.nightly.stages import Stage
+from ci.nightly.trials import Trial
+from fixtures.fakes import synthetic_bench
+from fixtures.fakes.fake_nvml import Driver
+from fixtures.fakes.sample_records import trial
+from harness.bench.jsonl import append
+from harness.core.record import Verdict, write_records
+
+STAGES = (
+    "differential",
+    "latency",
+    "reference environment",
+    "reference",
+    "candidate environment",
+    "candidate",
+    "server",
+    "bench",
+)
+PLANNED = [
+    Trial("one", "mha/gen", "decode", "eager", ""),
+    Trial("one", "mha/gen", "decode", "graph", ""),
+    Trial("two", "mha/gen", "decode", "eager", "head_dim"),
+    Trial("two", "mla/gen", "decode", "eager", ""),
+    Trial("two", "mla/gen", "extend", "eager", "page_size"),
+    Trial("six", "mla/gen", "extend", "eager", "dtype"),
+    Trial("ten", "mla/gen", "extend", "eager", "dtype"),
+]
+
+
+def test_trials_are_counted_by_subject() -> None:
+    assert trials.per_subject(PLANNED) == [
+        ("mha/gen", 2, 1, "head_dim"),
+        ("mla/gen", 1, 3, "dtype"),
+    ]
+
+
+def test_only_a_passed_record_on_a_gpu_verifies() -> None:
+    ran = [
+        trial("one", subject="mha/gen", device="cuda:0"),
+        trial("one", subject="mha/gen", execution="graph"),
+        trial("two", Verdict.WRONG_NUMBERS, subject="mla/gen", device="cuda:0"),
+    ]
+    assert trials.unverified(PLANNED, ran) == {"mha/gen": 1, "mla/gen": 1}
+    assert trials.unverified(PLANNED, []) == {"mha/gen": 2, "mla/gen": 1}
+    assert trials.unverified(PLANNED[:1], ran) == {}
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "pynvml", Driver(broken=True))
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> list[Check]:
+    """Checks that hold and a plan of seven trials, whatever the machine."""
+    found = [Check("packages", True, "as pinned"), Check("provider signatures", None, "9 skipped")]
+    monkeypatch.setattr(checks, "checks", lambda *_, **__: found)
+    monkeypatch.setattr(trials, "planned", lambda sm: PLANNED)
+    return found
+
+
+@pytest.mark.usefixtures("no_gpu", "quick")
+def test_dry_run_shows_the_plan_and_starts_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(nightly_run, "run_stages", lambda *_: pytest.fail("started"))
+    report = tmp_path / "report"
+    asked = ["--dry-run", "--report", str(report), "--reference", "sglang==0.5.13"]
+    assert command.main([*asked, "--", "--seconds", "77"]) == 0
+    text = capsys.readouterr().out
+    assert "planned for Blackwell 10.0: runs trtllm_gen" in text
+    assert "sglang==0.5.13" in text
+    [bench] = [line for line in text.splitlines() if line.startswith("stage 8, bench: ")]
+    assert bench.endswith(" --seconds 77")
+    tail = text[text.index("not verified on Blackwell (10.0, 10.3): 3 trials") :].splitlines()
+    assert tail[1:3] == ["  mha/gen: 2 trials", "  mla/gen: 1 trials"]
+    assert tail[3:] == [f"  stage {name}" for name in STAGES]
+    assert not report.exists()
+
+
+@pytest.mark.usefixtures("no_gpu", "quick")
+def test_a_real_run_without_a_gpu_fails_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(nightly_run, "run_stages", lambda *_: pytest.fail("started"))
+    assert command.main([]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == "nightly: no GPU here: launching kernels needs one, --dry-run does not"
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_check_that_does_not_hold_ends_a_dry_run_red(
+    quick: list[Check], capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick[0] = Check("packages", False, "rich is old")
+    assert command.main(["--dry-run"]) == 1
+    assert capsys.readouterr().err == "nightly: packages: rich is old\n"
+
+
+@pytest.mark.usefixtures("no_gpu", "quick")
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--gpu", "9.0"], "--gpu = '9.0' is not accepted; accepted: nothing: a real run asks"),
+        (["--dry-run", "--gpu", "7.5"], "compute capability = '7.5' is not accepted"),
+        (["--dry-run", "--reference", "no such"], "pin = 'no such' is not accepted"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_line(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(argv) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"nightly: {said}")
+
+
+def python(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-S", "-c", code)
+
+
+def test_a_failed_stage_stops_those_that_need_it(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in (stages.BENCH, "records.jsonl", "latency.json"):
+        (out / name).write_text("of another night")
+    night = [
+        Stage("one", python("raise SystemExit(3)")),
+        Stage("two", python(f"open({str(out / 'two')!r}, 'w')"), ("one",)),
+        Stage("three", python(f"open({str(out / 'three')!r}, 'w')")),
+        Stage("four", python(""), ("two", "three")),
+    ]
+    codes = nightly_run.run_stages(night, out)
+    assert codes == {"one": 3, "two": nightly_run.SKIPPED, "three": 0, "four": nightly_run.SKIPPED}
+    assert sorted(path.name for path in out.iterdir()) == ["three"]
+    told = ["one: ended with 3", "two: skipped, a stage before it failed"]
+    assert nightly_run.lines(codes, [])[:2] == told
+
+
+def test_the_trials_of_a_night_are_counted() -> None:
+    refused = trial("two", Verdict.REFUSED, message="no such kernel", planned=3)
+    ran = [trial("one", planned=3), refused, trial("three", Verdict.WRONG_NUMBERS, planned=3)]
+    told = nightly_run.lines({"differential": 1}, ran)
+    assert told[1] == "trials: planned 3 = run 2 + refused 1 + waived 0, 1 red"
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("sm", "code", "effects", "left", "exits"),
+    [
+        pytest.param((10, 0), 0, {}, 2, 0, id="green"),
+        pytest.param((10, 0), 1, {}, 2, 1, id="a stage failed"),
+        pytest.param((10, 0), 0, {"tpot": 0.05}, 2, 1, id="regressed"),
+        pytest.param((9, 0), 0, {}, 3, 0, id="hopper"),
+        pytest.param((10, 0), 0, None, 2, 1, id="no benchmark"),
+    ],
+)
+def test_a_night_is_green_only_with_its_stages_and_its_benchmark(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    sm: tuple[int, int],
+    code: int,
+    effects: dict[str, float] | None,
+    left: int,
+    exits: int,
+) -> None:
+    def run_stages(night: list[Stage], folder: Path) -> dict[str, int]:
+        write_records(folder / "records.jsonl", [trial("one", subject="mha/gen", device="cuda:0")])
+        for line in (
+            ()
+            if effects is None
+            else synthetic_bench.night(effects, workloads=synthetic_bench.WORKLOADS[1:])
+        ):
+            append(folder / stages.BENCH, line)
+        return {stage.name: code if stage.name == "server" else 0 for stage in night}
+
+    monkeypatch.setattr(nightly_run, "run_stages", run_stages)
+    monkeypatch.setattr(nightly_run.outputs, "page", lambda *_: "a page")
+    monkeypatch.setenv(nightly_run.SUMMARY, str(tmp_path / "summary"))
+    monkeypatch.setattr(machine, "pynvml", Driver(("NVIDIA X", sm)))
+    history = tmp_path / "history.jsonl"
+    asked = ["--report", str(tmp_path), "--history", str(history), "--unpinned"]
+    assert command.main(asked) == exits
+    text = (tmp_path / "summary").read_text()
+    assert "as pinned" in text
+    assert f"not verified on Blackwell (10.0, 10.3): {left} trials" in text
+    assert ("  stage server" in text) == (sm == (9, 0) or code != 0)
+    assert ("## specgate: no benchmark" in text) == (effects is None)
+    assert history.is_file() == (effects is not None)

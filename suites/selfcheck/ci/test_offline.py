@@ -1,0 +1,232 @@
+"""A bundle holds what the gpu lane needs, travels in parts and runs the lane's own command."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci.offline import __main__ as cli
+from ci.offline import bundle, run
+from harness.core.paths import ROOT
+from harness.errors import UsageError
+from harness.upstream.released_wheel import WHEELS, Wheel
+
+LEFT_OUT = ["*/huge.so", "pack/sm100/*", "*/tests/*", "*.data/scripts/*"]
+WHEEL = {
+    "pack/__init__.py": b"version = 1",
+    "pack/data/kernel.cu": b"\0" * 5000 + bytes(range(256)) * 20,
+    "pack/huge.so": b"left out",
+    "pack/sm100/ops.py": b"left out",
+    "pack/data/tests/test_it.py": b"left out",
+    "pack-1.0.data/scripts/tool": b"left out",
+    "pack-1.0.data/purelib/pure/__init__.py": b"moved",
+    "pack-1.0.data/platlib/plat.py": b"moved too",
+    "pack-1.0.dist-info/METADATA": b"Name: pack\nVersion: 1.0",
+}
+METADATA = "pack-1.0.dist-info/METADATA"
+RELEASED = {f"specgate-wheels/{version}/backend.py" for version in WHEELS}
+INSTALLED = RELEASED | {
+    "pack/__init__.py",
+    "pack/data/kernel.cu",
+    "pure/__init__.py",
+    "plat.py",
+    METADATA,
+}
+
+
+@pytest.fixture
+def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A wheel, which is all that any download brings."""
+    path = tmp_path / "pack-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in WHEEL.items():
+            archive.writestr(name, content)
+    spec = bundle.specification() | {"left_out": {"patterns": LEFT_OUT}}
+    monkeypatch.setattr(bundle, "specification", lambda: spec)
+    monkeypatch.setattr(bundle, "download", lambda *_: [path])
+    monkeypatch.setattr(bundle, "fetch_release", fetched)
+    return path
+
+
+def fetched(release: Wheel, into: Path) -> None:
+    """A release whose only file says which one it is."""
+    (into / release.version).mkdir(parents=True)
+    (into / release.version / "backend.py").write_text(release.version)
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_bundle_comes_out_as_it_went_in(wheel: Path, tmp_path: Path) -> None:
+    parts = bundle.build(tmp_path / "out", 100)
+    assert len(parts) > 3
+    assert [part.parent.name for part in parts] == [f"part-{i}" for i in range(len(parts))]
+    assert all(part.stat().st_size <= 100 for part in parts)
+    site = run.unpack(tmp_path / "out", tmp_path / "cache")
+    assert files(site) == INSTALLED
+    assert (site / "pack/data/kernel.cu").read_bytes() == WHEEL["pack/data/kernel.cu"]
+    assert (site / "pure/__init__.py").read_bytes() == b"moved"
+    assert (site / "specgate-wheels/0.5.14/backend.py").read_text() == "0.5.14"
+
+
+def test_same_packages_give_the_same_bundle_and_replace_it(wheel: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = [part.name for part in bundle.build(out, 100)]
+    os.utime(wheel, (0, 0))
+    assert [part.name for part in bundle.build(out, 100)] == first
+    assert len(bundle.build(out, 1 << 20)) == 1
+    assert len(files(out)) == 1
+
+
+def test_bundle_is_unpacked_once(wheel: Path, tmp_path: Path) -> None:
+    bundle.build(tmp_path / "out", 1 << 20)
+    site = run.unpack(tmp_path / "out", tmp_path / "cache")
+    (site / "mark").touch()
+    assert run.unpack(tmp_path / "out", tmp_path / "cache") == site
+    assert (site / "mark").exists()
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [site.name]
+
+
+def lose(parts: list[Path]) -> None:
+    parts[1].unlink()
+
+
+def mix(parts: list[Path]) -> None:
+    parts[0].with_name("0" * 64 + ".0-of-1").touch()
+
+
+def damage(parts: list[Path]) -> None:
+    parts[1].write_bytes(b"?" + parts[1].read_bytes()[1:])
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (lose, r"all parts, \w+\.1-of-\d+ among them"),
+        (mix, "a folder of one bundle, it has 2"),
+        (damage, "parts as they were built: carry it again"),
+    ],
+)
+def test_incomplete_bundle_is_refused(
+    wheel: Path, tmp_path: Path, harm: Callable[[list[Path]], None], told: str
+) -> None:
+    harm(bundle.build(tmp_path / "out", 100))
+    with pytest.raises(UsageError, match=f"bundle = .*/out' is not accepted; accepted: {told}"):
+        run.unpack(tmp_path / "out", tmp_path / "cache")
+    assert not list(tmp_path.glob("cache/*"))
+    with pytest.raises(UsageError, match="a folder of one bundle, it has 0"):
+        run.unpack(tmp_path / "none", tmp_path / "cache")
+
+
+class Child:
+    """Stands in for processes: remembers what was started."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self.commands: list[list[str]] = []
+        self.options: dict[str, Any] = {}
+
+    def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        self.commands.append(command)
+        self.options = options
+        return subprocess.CompletedProcess(command, self.code)
+
+
+@pytest.fixture
+def child(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Child:
+    """The lane, which ends with 3, on a bundle made for this machine."""
+    bundle.build(tmp_path / "out", 100)
+    this_machine(monkeypatch)
+    made = Child(3)
+    monkeypatch.setattr(run.subprocess, "run", made)
+    monkeypatch.setenv("SPECGATE_CACHE", str(tmp_path / "cache"))
+    for name in ("FLASHINFER_WORKSPACE_BASE", "SPECGATE_WHEELS"):
+        monkeypatch.delenv(name, raising=False)
+    return made
+
+
+def this_machine(monkeypatch: pytest.MonkeyPatch, torch: str = "2.11.0+cu130") -> None:
+    monkeypatch.setattr(run, "version", lambda _: torch)
+    python = "{}.{}".format(*sys.version_info)
+    spec = run.specification() | {"machine": {"python": python, "torch": "2.11.0"}}
+    monkeypatch.setattr(run, "specification", lambda: spec)
+
+
+@pytest.mark.parametrize(
+    ("lane", "args"),
+    [
+        pytest.param((), ("-k", "xqa"), id="gpu"),
+        pytest.param(("--lane", "nightly"), ("--unpinned", "--", "--seed", "9"), id="nightly"),
+    ],
+)
+def test_lane_is_tox_s_and_finds_the_packages(
+    child: Child,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lane: tuple[str, ...],
+    args: tuple[str, ...],
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    assert cli.main(["run", str(tmp_path / "out"), *lane, *args]) == 3
+    tox = (ROOT / "tox.ini").read_text(encoding="utf-8")
+    name = lane[-1] if lane else "gpu"
+    [line] = re.findall(
+        rf"^\[testenv:{name}\]\n(?:.+\n)*commands = python (.+) \{{posargs\}}", tox, re.M
+    )
+    assert child.commands == [[sys.executable, *line.split(), *args]]
+    environment = child.options["env"]
+    site, rest = environment["PYTHONPATH"].split(os.pathsep)
+    assert files(Path(site)) == INSTALLED
+    assert rest == "elsewhere"
+    assert environment["FLASHINFER_WORKSPACE_BASE"] == str(tmp_path / "cache" / "jit")
+    assert environment["SPECGATE_WHEELS"] == f"{site}/specgate-wheels"
+    assert child.options["cwd"] == ROOT
+
+
+def test_compiled_kernels_and_releases_may_lie_elsewhere(
+    child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "warm"))
+    monkeypatch.setenv("SPECGATE_WHEELS", "/releases")
+    assert run.run(tmp_path / "out", "gpu", []) == 3
+    assert child.options["env"]["FLASHINFER_WORKSPACE_BASE"] == str(tmp_path / "warm")
+    assert child.options["env"]["SPECGATE_WHEELS"] == "/releases"
+
+
+def test_other_machine_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    this_machine(monkeypatch, torch="2.12.0+cu130")
+    assert cli.main(["run", str(tmp_path)]) == 2
+    told = "offline: torch = '2.12.0' is not accepted; accepted: 2.11.0\n"
+    assert capsys.readouterr().err == told
+    monkeypatch.setattr(run.sys, "version_info", (3, 10, 1))
+    assert cli.main(["run", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("offline: python = '3.10' is not accepted")
+
+
+def test_script_starts_the_lane_from_anywhere(tmp_path: Path) -> None:
+    script = ROOT / "ci" / "offline" / "run"
+    assert os.access(script, os.X_OK)
+    bash = shutil.which("bash")
+    assert bash is not None
+    environment = os.environ | {"PYTHON": "echo"}
+    told = subprocess.run(
+        [bash, str(script), "some bundle", "-k", "a b"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout == f"-m ci.offline run {tmp_path}/some bundle -k a b\n"

@@ -1,0 +1,110 @@
+"""A bundle is built for the other machine, from the versions of the gpu lane."""
+
+from __future__ import annotations
+
+import subprocess
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+import pytest
+from packaging.utils import canonicalize_name
+
+from ci.nightly.__main__ import EXTRAS
+from ci.nightly.checks import requirements
+from ci.offline import __main__ as cli
+from ci.offline import bundle
+from harness.core.paths import ROOT
+from harness.errors import UsageError
+from harness.kernels.packages import WANTED
+
+
+def test_download_asks_for_the_other_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commands: list[list[str]] = []
+    code = 0
+
+    def child(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr(bundle.subprocess, "run", child)
+    machine = {"python": "3.12", "platform": "x86_64", "glibc": ["2_28"]}
+    (tmp_path / "pack.whl").touch()
+    found = bundle.download({"pack": "1.0"}, machine, tmp_path)
+    assert found == [tmp_path / "pack.whl"]
+    [command] = commands
+    assert command[-1] == "pack==1.0"
+    assert command[command.index("--python-version") + 1] == "3.12"
+    assert "manylinux_2_28_x86_64" in command
+    code = 1
+    with pytest.raises(UsageError, match="cannot be downloaded"):
+        bundle.download({"pack": "1.0"}, machine, tmp_path)
+
+
+def test_pins_are_those_of_the_lane() -> None:
+    spec = bundle.specification()
+    read = [(ROOT / "ci" / f"constraints{kind}.txt").read_text() for kind in ("", "-gpu")]
+    lines = "".join(read).lower().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    ours = spec["packages"] | spec["nightly"] | {"torch": spec["machine"]["torch"]}
+    for name, version in ours.items():
+        assert pinned[name] == version, name
+    for wanted in WANTED.values():
+        name, version = wanted.split()
+        assert spec["packages"][name] == version
+
+
+def test_a_night_lacks_no_requirement() -> None:
+    spec = bundle.specification()
+    taken = {canonicalize_name(name) for table in spec["lanes"]["nightly"] for name in spec[table]}
+    machine = {"torch", *spec["machine"]["requirements"]}
+    needed = {canonicalize_name(one.name) for one in requirements((*EXTRAS, "gpu"))}
+    assert needed - taken <= machine
+
+
+def test_a_lane_takes_its_tables_along(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spec = bundle.specification()
+    asked: list[set[str]] = []
+
+    def download(packages: dict[str, str], *_: object) -> list[Path]:
+        asked.append(set(packages))
+        return []
+
+    monkeypatch.setattr(bundle, "download", download)
+    monkeypatch.setattr(bundle, "strip", lambda site: site.mkdir())
+    monkeypatch.setattr(bundle, "fetch_release", lambda *_: None)
+    for lane in cli.LANES:
+        bundle.build(tmp_path, 1 << 20, lane)
+    gpu, nightly = asked
+    assert gpu == set(spec["packages"])
+    assert nightly == gpu | set(spec["nightly"]) | set(spec["sglang"])
+    assert {"sglang", "altair", "schemathesis"} <= nightly
+
+
+@pytest.mark.parametrize(("text", "count"), [("1K", 1024), ("38M", 38 << 20), ("2G", 2 << 30)])
+def test_size_is_read(text: str, count: int) -> None:
+    assert cli.size(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "M", "0M", "38", "-1M", "1.5G"])
+def test_impossible_size_is_refused(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="--size"):
+        cli.size(text)
+
+
+def test_build_prints_its_parts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part = tmp_path / "part"
+    part.write_bytes(bytes(12345))
+    asked: list[object] = []
+
+    def stand_in(*args: object) -> list[Path]:
+        asked.extend(args)
+        return [part]
+
+    monkeypatch.setattr(cli, "build", stand_in)
+    assert cli.main(["build", "out", "--size", "1M", "--lane", "nightly"]) == 0
+    assert asked == [Path("out"), 1 << 20, "nightly"]
+    assert capsys.readouterr().out.split() == ["12,345", str(part)]

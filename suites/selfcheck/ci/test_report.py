@@ -1,0 +1,199 @@
+"""The report shows what the records say, no more and no less, in one page that needs no network."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from ci import report, summary
+from fixtures.fakes.sample_records import ENVIRONMENT, compared, trial
+from harness.core.record import Verdict, write_records
+
+GRAPH = {"execution": "graph"}
+RECORDS = [
+    trial("one", quantities=compared(0.1), seconds=0.25, planned=8, effects={"host_reads": 0}),
+    trial(
+        "two",
+        Verdict.WRONG_NUMBERS,
+        message="</script><b>",
+        quantities=(*compared(0.2), *compared(2.0, name="hidden_states")),
+        seconds=0.25,
+        planned=8,
+        effects={"host_reads": 2, "kernels": 7},
+    ),
+    trial("one", mode="extend", quantities=compared(0.4), seconds=0.5, planned=8),
+    trial("one", Verdict.REFUSED, message="head_dim", planned=8, seconds=9.0, **GRAPH),
+    trial("two", Verdict.REFUSED, message="head_dim", planned=8, **GRAPH),
+    trial("two", Verdict.WAIVED, message="#7", planned=8, subject="other", **GRAPH),
+    trial("gqa/p1", mode="generate", accept_lengths=(3, 1, 3), planned=8, seconds=5.0),
+    trial("gqa/p2", mode="generate", accept_lengths=(4,), planned=8, seconds=5.0),
+]
+SUBJECT = ("trtllm_mha/reference", "cpu")
+
+
+def payload(page: str) -> list[dict[str, object]]:
+    found = re.search(r'<script type="application/json" id="rows">(.*?)</script>', page, re.DOTALL)
+    assert found
+    rows: list[dict[str, object]] = json.loads(found[1])
+    return rows
+
+
+def test_matrix_groups_by_subject_device_mode_and_execution() -> None:
+    cells = summary.matrix([*RECORDS, trial("one", device="cuda:0")])
+    assert list(cells) == [("other", "cpu"), SUBJECT, ("trtllm_mha/reference", "cuda:0")]
+    decode = cells[SUBJECT]["decode", "eager"]
+    assert (decode.ran, decode.red, decode.worst, decode.state) == (2, 1, 4.0, "red")
+    extend = cells[SUBJECT]["extend", "eager"]
+    assert (extend.ran, extend.red, extend.worst, extend.state) == (1, 0, 0.8, "passed")
+    refused = cells[SUBJECT]["decode", "graph"]
+    assert (refused.ran, refused.compared, refused.state) == (0, False, "refused")
+    assert ("extend", "graph") not in cells[SUBJECT]
+
+
+def test_cell_is_red_beyond_its_allowance_whatever_the_verdict() -> None:
+    assert summary.Cell(records=(trial("one", quantities=compared(0.51)),)).state == "red"
+
+
+def test_columns_follow_the_modes_then_appearance() -> None:
+    assert summary.columns(RECORDS) == [
+        ("extend", "eager"),
+        ("decode", "eager"),
+        ("decode", "graph"),
+        ("generate", "eager"),
+    ]
+
+
+def test_census_counts_every_trial_once() -> None:
+    assert summary.census(RECORDS) == summary.Census(planned=8, run=5, refused=2, waived=1)
+    assert summary.census(RECORDS).missing == 0
+    assert summary.census(RECORDS[:6]).missing == 2
+    assert summary.census([*RECORDS, RECORDS[0]]).missing == -1
+
+
+def test_reasons_come_most_frequent_first() -> None:
+    assert summary.reasons(RECORDS) == [("refused", "head_dim", 2), ("waived", "#7", 1)]
+
+
+def test_rate_counts_compared_trials_alone() -> None:
+    assert summary.rate([*RECORDS, trial("uncompared", seconds=7.0)]) == 3.0
+    assert summary.rate(RECORDS[3:]) == 0.0
+
+
+def test_accept_lengths_gather_the_prompts_of_a_pair() -> None:
+    key = ("gqa", "trtllm_mha/reference", "eager")
+    assert summary.accept_lengths(RECORDS) == {key: Counter({3: 2, 1: 1, 4: 1})}
+
+
+def test_bars_keep_the_gap() -> None:
+    assert report.bars({3: 2, 1: 1, 4: 1}) == [
+        report.Bar(1, 1, 0.5, 0.25),
+        report.Bar(2, 0, 0.0, 0.0),
+        report.Bar(3, 2, 1.0, 0.5),
+        report.Bar(4, 1, 0.5, 0.25),
+    ]
+
+
+def test_effects_keep_every_distinct_count() -> None:
+    names, counts = summary.effects(RECORDS)
+    assert names == ["host_reads", "kernels"]
+    key = ("trtllm_mha/reference", "decode", "eager")
+    assert counts == {key: {"host_reads": [0, 2], "kernels": [7]}}
+
+
+@pytest.mark.parametrize(
+    ("ratio", "shown"),
+    [(0.0, "0.00"), (0.996, "1.00"), (9.994, "9.99"), (37.04, "37"), (float("inf"), "∞")],
+)
+def test_ratios_are_short(ratio: float, shown: str) -> None:
+    assert report.times(ratio) == shown
+
+
+def test_page_needs_nothing_else() -> None:
+    page = report.page(RECORDS)
+    assert not re.search(r"<link|<img|<iframe|\bsrc=|@import|url\(|https?:", page)
+
+
+def test_page_carries_every_record_unharmed() -> None:
+    rows = payload(report.page(RECORDS))
+    assert [(row["case"], row["verdict"]) for row in rows] == [
+        (r.case, str(r.verdict)) for r in RECORDS
+    ]
+    assert rows[1]["message"] == "</script><b>"
+    assert rows[1]["quantities"] == [
+        ["logits", "0.2", "0.5", "0.40", "request 1, position 17", False],
+        ["hidden_states", "2", "0.5", "4.00", "request 1, position 17", True],
+    ]
+
+
+def test_page_shows_each_cell_by_state_and_absence() -> None:
+    page = report.page(RECORDS)
+    cells = re.findall(r'class="cell (\w+)" style="--level: (\d+)%"', page)
+    assert cells == [
+        ("refused", "0"),
+        ("passed", "80"),
+        ("red", "100"),
+        ("refused", "0"),
+        ("passed", "0"),
+    ]
+    assert page.count('class="absent"') == 3
+
+
+def test_page_says_what_the_gate_says() -> None:
+    assert '<p class="verdict bad">1 problem</p>' in report.page(RECORDS)
+    assert '<p class="verdict bad">1 problem</p>' in report.page([])
+    assert '<p class="verdict good">green</p>' in report.page([trial("one")])
+
+
+def test_page_survives_numbers_json_cannot_say() -> None:
+    [row] = payload(report.page([trial("one", quantities=compared(float("nan")))]))
+    assert row["quantities"] == [["logits", "nan", "0.5", "∞", "request 1, position 17", True]]
+
+
+def test_page_lists_an_environment_once() -> None:
+    page = report.page([*RECORDS, trial("cuda", device="cuda:0")])
+    assert page.count(f"<dd>{ENVIRONMENT.torch}</dd>") == 1
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    path = tmp_path / "records.jsonl"
+    write_records(path, RECORDS)
+    return path
+
+
+def test_command_prints_a_line_a_subject_and_writes_the_page(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = recorded.with_name("index.html")
+    assert report.main([str(recorded), "--out", str(page)]) == 0
+    shown = capsys.readouterr().out
+    [line] = [line for line in shown.splitlines() if "trtllm_mha/reference" in line]
+    assert re.findall(r"[\d.–]+", line.partition("cpu")[2]) == ["5", "1", "2", "4.00", "–"]
+    assert "planned 8 = run 5 + refused 2 + waived 1; 3.0 differential cases/s" in shown
+    assert page.read_text(encoding="utf-8") == report.page(RECORDS)
+
+
+@pytest.mark.parametrize("target", ["missing/index.html", "records.jsonl/index.html"])
+def test_unwritable_page_leaves_nothing(
+    recorded: Path, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report.main([str(recorded), "--out", str(recorded.parent / target)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("report: --out = ")
+    assert list(recorded.parent.iterdir()) == [recorded]
+
+
+def test_page_on_a_folder_leaves_nothing(recorded: Path) -> None:
+    folder = recorded.with_name("index.html")
+    folder.mkdir()
+    assert report.main([str(recorded), "--out", str(folder)]) == 2
+    assert sorted(recorded.parent.iterdir()) == [folder, recorded]
+
+
+def test_missing_records_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main([str(tmp_path / "none.jsonl")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1

@@ -1,0 +1,1 @@
+"""Claims: comparison, invariants and diagnosis."""

@@ -1,0 +1,186 @@
+"""A comparison says what is wrong first, where and by how much; nothing invalid ever passes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.core.record import Quantity, Verdict
+from harness.core.tolerance import Budget
+from harness.differential.compare import compare, compare_exact, compare_tokens
+
+BUDGET = Budget(floor=0.01, why="by hand")
+EXPECTED = torch.tensor([[3.0, 4.0], [0.0, 10.0], [6.0, 8.0]], dtype=torch.float64)
+
+
+def judged(obtained, expected=EXPECTED, reference=None, **given):
+    reference = expected.float() if reference is None else reference
+    return compare("logits", obtained, expected, reference, BUDGET, **given)
+
+
+def test_rows_are_measured_by_their_own_norm():
+    obtained = EXPECTED.float()
+    obtained[0, 0] += 0.04
+    passed = judged(obtained)
+    assert (passed.verdict, passed.where, passed.rows) == (Verdict.PASSED, "row 0", 3)
+    assert passed.error == pytest.approx(0.04 / 5, rel=1e-4)
+    assert (passed.allowed, passed.message, passed.bad_rows) == (0.01, "", 0)
+    assert passed.passed
+    obtained[0, 0] += 0.02
+    red = judged(obtained, locate=["request 0 position 7", "", ""])
+    assert (red.verdict, red.where) == (Verdict.WRONG_NUMBERS, "request 0 position 7")
+    assert red.message == (
+        "logits: 1 of 3 rows wrong, first at request 0 position 7: error 1.20e-02, allowed 1.00e-02"
+    )
+    quantity = red.to_quantity()
+    assert quantity == Quantity(name="logits", error=red.error, allowed=0.01, where=red.where)
+
+
+def test_the_first_bad_row_is_named_and_all_are_counted():
+    obtained = EXPECTED.float()
+    obtained[1:] *= torch.tensor([[1.02], [1.5]])
+    red = judged(obtained, locate=lambda row: f"position {row * 10}")
+    assert (red.bad_rows, red.where) == (2, "position 10")
+    assert red.error == pytest.approx(0.02, rel=1e-4)
+
+
+def test_each_row_is_allowed_twice_its_reference_error():
+    reference = EXPECTED.float()
+    reference[2] *= 1.1
+    obtained = EXPECTED.float() * torch.tensor([[1.0], [1.0], [1.06]])
+    assert judged(obtained, reference=reference).allowed == pytest.approx(0.2, rel=1e-4)
+    assert judged(obtained, reference=reference).passed
+    obtained[0] *= 1.06
+    assert judged(obtained, reference=reference).bad_rows == 1
+
+
+def test_the_mean_has_a_budget_of_its_own():
+    obtained, reference = EXPECTED.float() * 1.018, EXPECTED.float() * 1.01
+    red = judged(obtained, reference=reference)
+    assert (red.verdict, red.where, red.bad_rows) == (Verdict.WRONG_NUMBERS, "mean over rows", 0)
+    assert red.error == pytest.approx(0.018, rel=1e-3)
+    assert red.allowed == pytest.approx(0.015, rel=1e-3)
+    assert "every row is in its budget, but their mean is not" in red.message
+    assert judged(EXPECTED.float() * 1.014, reference=reference).passed
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("broken", ["obtained", "expected", "reference"])
+def test_what_is_not_finite_never_passes(value, broken):
+    given = {
+        "expected": EXPECTED.clone(),
+        "obtained": EXPECTED.float(),
+        "reference": EXPECTED.float(),
+    }
+    given[broken][1, 0] = value
+    red = judged(**given)
+    assert (red.verdict, red.where, red.error) == (Verdict.NON_FINITE, "row 1", torch.inf)
+    assert red.message == f"logits: {broken} is not finite in 1 of 3 rows, first at row 1"
+
+
+def test_nan_met_by_nan_does_not_pass():
+    nan = torch.full((2, 2), torch.nan)
+    assert judged(nan, nan.double(), nan).verdict is Verdict.NON_FINITE
+
+
+def test_shape_is_judged_before_dtype_and_dtype_before_numbers():
+    wrong = torch.full((2, 2), torch.nan, dtype=torch.float16)
+    red = judged(wrong)
+    assert red.verdict is Verdict.WRONG_SHAPE
+    assert red.message == "logits: obtained shape [2, 2], expected [3, 2]"
+    red = judged(torch.full((3, 2), torch.nan, dtype=torch.float16))
+    assert red.verdict is Verdict.WRONG_DTYPE
+    assert red.message == "logits: obtained dtype torch.float16, expected torch.float32"
+    assert judged(EXPECTED.float(), reference=wrong).verdict is Verdict.WRONG_SHAPE
+    red = judged(None)
+    assert red.message == "logits: obtained NoneType, expected a tensor"
+
+
+def test_zero_rows_are_met_by_zeros_or_by_what_is_negligible():
+    expected = torch.zeros(2, 4, dtype=torch.float64)
+    assert judged(torch.zeros(2, 4), expected).passed
+    dirty = torch.zeros(2, 4)
+    dirty[1, 3] = 1e-30
+    red = judged(dirty, expected)
+    assert (red.verdict, red.where, red.error) == (Verdict.WRONG_NUMBERS, "row 1", torch.inf)
+    expected[0] = 1.0
+    assert judged(torch.tensor([[1.0] * 4, [1e-9] * 4]), expected).passed
+    assert not judged(torch.tensor([[1.0] * 4, [1e-6] * 4]), expected).passed
+
+
+def test_nothing_compared_is_nothing_wrong():
+    empty = judged(torch.zeros(0, 4), torch.zeros(0, 4, dtype=torch.float64))
+    assert (empty.verdict, empty.rows, empty.allowed) == (Verdict.PASSED, 0, 0.01)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 2, 2)])
+def test_rows_of_any_rank(shape):
+    expected = torch.ones(shape, dtype=torch.float64)
+    assert judged(torch.ones(shape), expected).passed
+    assert not judged(torch.ones(shape) * 1.02, expected).passed
+
+
+def test_fp8_values_are_compared_as_numbers():
+    expected = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
+    stored = expected.to(torch.float8_e4m3fn)
+    assert judged(stored, expected, stored).passed
+    assert not judged((expected * 1.2).to(torch.float8_e4m3fn), expected, stored).passed
+
+
+def test_labels_that_run_out_do_not_hide_the_failure():
+    assert judged(EXPECTED.float() * 1.1, locate=[]).where == "row 0"
+
+
+TIE = 0.05
+
+
+@pytest.mark.parametrize(
+    ("obtained", "margins", "verdict", "where"),
+    [
+        pytest.param([4, 5, 6], [1, 1, 1], Verdict.PASSED, "", id="equal"),
+        pytest.param([4, 9, 6], [1, 0.04, 1], Verdict.PASSED, "item 1", id="tie"),
+        pytest.param([4, 9, 9], [1, 0.04, 1], Verdict.PASSED, "item 1", id="parted-by-a-tie"),
+        pytest.param([4, 9, 6], [0.01, 1, 0.01], Verdict.WRONG_TOKENS, "item 1", id="no-tie-there"),
+        pytest.param([4, 9, 6], [1, 0.06, 1], Verdict.WRONG_TOKENS, "item 1", id="just-no-tie"),
+        pytest.param([4, 9, 6], [1, torch.nan, 1], Verdict.WRONG_TOKENS, "item 1", id="nan"),
+        pytest.param([4, 9, 6], [1], Verdict.WRONG_TOKENS, "item 1", id="no-margin-known"),
+        pytest.param([4, 5], [0, 0, 0], Verdict.WRONG_TOKENS, "item 2", id="short"),
+        pytest.param([4, 5, 6, 7], [0, 0, 0], Verdict.WRONG_TOKENS, "item 3", id="long"),
+        pytest.param([], [0, 0, 0], Verdict.WRONG_TOKENS, "item 0", id="nothing"),
+    ],
+)
+def test_tokens_are_equal_or_the_oracle_was_undecided(obtained, margins, verdict, where):
+    outcome = compare_tokens(obtained, [4, 5, 6], margins, TIE)
+    assert (outcome.verdict, outcome.where) == (verdict, where)
+    assert outcome.to_quantity().ratio <= 1 or not outcome.passed
+
+
+def test_a_tie_is_told():
+    outcome = compare_tokens([4, 9], [4, 5], [1, 0.04], TIE)
+    assert outcome.message == (
+        "tokens: item 1 is 9, expected 5; margin 4.00e-02 is a tie: within 5.00e-02"
+    )
+    outcome = compare_tokens([2], [2, 1], [1, 1], TIE, "accept_lengths")
+    assert outcome.message == (
+        "accept_lengths: item 1 is the end, expected 1; margin inf is no tie: above 5.00e-02"
+    )
+
+
+def test_exact_data_tells_index_and_dtype():
+    table = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
+    assert compare_exact("page_table", table.clone(), table).passed
+    other = table.clone()
+    other[1, 0] = 7
+    red = compare_exact("page_table", other, table)
+    assert red.verdict is Verdict.BROKEN_INVARIANT
+    assert red.message == "page_table: Value of root['values'][1][0] changed from 3 to 7."
+    assert "torch.int64" in compare_exact("page_table", table.long(), table).message
+    red = compare_exact("lens", {"q": (1, 2)}, {"q": [1, 3]}, Verdict.WRONG_GOLDEN)
+    assert (red.verdict, red.bad_rows) == (Verdict.WRONG_GOLDEN, 1)
+    assert not compare_exact("flag", 1, True).passed
+
+
+def test_many_differences_are_one_line():
+    red = compare_exact("lens", list(range(1, 10)), list(range(9)))
+    assert "\n" not in red.message
+    assert "; and " in red.message

@@ -1,0 +1,88 @@
+"""Effects of a region are counted exactly: host reads with their line, operations, bytes, moves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.errors import UsageError
+from harness.graphs.cuda import CudaGraph
+from harness.graphs.effects import AddressLedger, observe
+
+
+def test_operations_and_bytes_are_exact() -> None:
+    x = torch.ones(4, 8)
+    with observe() as effects:
+        y = x.view(8, 4) + 1
+        y.mul_(2)
+        torch.zeros(16, dtype=torch.int64).topk(2)
+    assert effects.operations == {
+        "aten.view.default": 1,
+        "aten.add.Tensor": 1,
+        "aten.mul_.Tensor": 1,
+        "aten.zeros.default": 1,
+        "aten.topk.default": 1,
+    }
+    assert effects.bytes_allocated == 4 * 8 * 4 + 16 * 8 + 2 * 8 + 2 * 8
+    assert effects.host_reads == []
+    assert (effects.count("topk"), effects.count("aten."), effects.count("mm")) == (1, 5, 0)
+
+
+def test_each_host_read_is_told_once_with_its_line_and_still_happens() -> None:
+    lengths = torch.tensor([3, 5])
+
+    def plan() -> tuple[int, list[int], torch.Tensor]:
+        longest = int(lengths.max())
+        mirror = lengths.tolist()
+        return longest, mirror, torch.tensor([longest])
+
+    with observe() as effects:
+        longest, mirror, fresh = plan()
+    assert (longest, mirror, fresh.tolist()) == (5, [3, 5], [5])
+    first = plan.__code__.co_firstlineno
+    assert effects.host_reads == [
+        f"aten._local_scalar_dense.default at {__file__}:{first + 1}",
+        f"Tensor.tolist at {__file__}:{first + 2}",
+        f"torch.tensor at {__file__}:{first + 3}",
+    ]
+
+
+def test_what_happens_outside_the_region_is_not_seen() -> None:
+    x = torch.ones(2)
+    with observe() as effects:
+        pass
+    (x + 1).tolist()
+    assert not effects.operations
+    assert not effects.host_reads
+
+
+def test_a_region_that_raises_ends_the_watch() -> None:
+    with pytest.raises(KeyError), observe() as effects:
+        raise KeyError
+    torch.ones(1).tolist()
+    assert effects.host_reads == []
+
+
+def test_a_ledger_names_what_moved() -> None:
+    ledger, kept, moved, freed = AddressLedger(), torch.ones(3), torch.ones(3), torch.ones(3)
+    for name, tensor in (("kept", kept), ("moved", moved), ("freed", freed)):
+        ledger.enter(name, tensor)
+    kept.fill_(5)
+    assert ledger.moved() == []
+    moved.set_(torch.zeros(3))
+    freed.untyped_storage().resize_(0)
+    assert ledger.moved() == ["moved", "freed"]
+
+
+def test_only_devices_with_a_clock_of_their_own_are_watched() -> None:
+    with pytest.raises(UsageError, match="device = 'meta'"), observe("meta"):
+        pass
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_cuda_graph_without_a_cuda_device_says_so(device: str) -> None:
+    if torch.cuda.is_available() and device == "cuda":
+        assert CudaGraph(device)
+        return
+    with pytest.raises(UsageError, match=f"device = '{device}' .* CUDA device"):
+        CudaGraph(device)

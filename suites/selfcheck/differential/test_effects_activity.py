@@ -1,0 +1,81 @@
+"""Rows of a GPU's profile are counted as what the host asked for and what the GPU did."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from fixtures.tables.budgets import DEVICE
+from harness.graphs.effects import waits_told
+from harness.graphs.gpu_profile import Activity, Row, tally
+
+ROWS = (
+    Row("cudaLaunchKernel", False, 1),
+    Row("fill", True, 1),
+    Row("cudaGraphLaunch", False, 2),
+    Row("metadata", True, 2),
+    Row("attention", True, 2),
+    Row("attention", True, 2),
+    Row("Memset (Device)", True, 2),
+    Row("cudaGraphLaunch_v10000", False, 3),
+    Row("attention", True, 3),
+    Row("cudaMemcpyAsync", False, 4),
+    Row("Memcpy DtoH (Device -> Pageable)", True, 4),
+    Row("cudaMemcpyAsync", False, 5),
+    Row("Memcpy DtoD (Device -> Device)", True, 5),
+    Row("cudaStreamSynchronize", False, 6),
+    Row("cudaDeviceSynchronize", False, 7),
+    Row("Context Sync", True, 7),
+    Row("stray", True, 99),
+)
+
+
+def test_graphs_are_told_apart_from_launches() -> None:
+    found = tally(ROWS)
+    assert found.kernels == {"fill": 1, "metadata": 1, "attention": 3, "stray": 1}
+    assert sorted(found.launched) == [
+        "Memcpy DtoD (Device -> Device)",
+        "Memcpy DtoH (Device -> Pageable)",
+        "fill",
+        "stray",
+    ]
+    assert found.copies == {"DtoH": 1, "DtoD": 1}
+    assert (found.graph_launches, found.replayed) == (2, 5)
+    assert found.waits == {"cudaStreamSynchronize": 1}
+
+
+@pytest.mark.parametrize(
+    ("messages", "names", "lines"),
+    [
+        (["called a synchronizing CUDA operation (Triggered internally)"], ("D", "S"), 1),
+        (["does not yet detect all synchronizing operations"], (), 0),
+        ([], ("D",), 1),
+        ([], ("S",), 1),
+        (["called a synchronizing CUDA operation"], ("D", "D", "S", "S"), 2),
+    ],
+)
+def test_each_wait_is_told_once(messages: list[str], names: tuple[str, ...], lines: int) -> None:
+    rows = {
+        "D": Row("Memcpy DtoH (Device -> Pageable)", True, 1),
+        "S": Row("cudaStreamSynchronize", False, 2),
+    }
+    told = [warnings.WarningMessage(UserWarning(text), UserWarning, "f.py", 7) for text in messages]
+    found = waits_told(told, tally(rows[name] for name in names))
+    assert len(found) == lines
+    assert all("f.py:7" in line for line in found[: len(messages)])
+
+
+def test_nothing_is_nothing() -> None:
+    assert tally(()) == Activity()
+    assert waits_told([], Activity()) == []
+
+
+def test_a_launch_outside_the_graph_or_a_read_is_over_a_devices_budget() -> None:
+    for row in DEVICE.values():
+        counts = dict(row.counts)
+        assert row.over(counts) == {}
+        allowed = counts["launched"]
+        assert row.over(counts | {"launched": allowed + 1}) == {"launched": (allowed + 1, allowed)}
+        assert row.over(counts | {"host_reads": 1}) == {"host_reads": (1, 0)}
+        assert row.over(counts | {"graph_launches": 2}) == {"graph_launches": (2, 1)}

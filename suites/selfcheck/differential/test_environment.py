@@ -1,0 +1,58 @@
+"""The environment says what the machine says, and nothing where it says nothing."""
+
+from __future__ import annotations
+
+import platform
+import sys
+
+import torch
+
+from harness.core import environment as asked
+
+
+def test_facts_of_this_machine():
+    found = asked.environment()
+    assert found.python == platform.python_version()
+    assert found.torch == torch.__version__
+    assert found.device == "cpu"
+    assert found.processor
+    assert found.cuda == found.driver == ""
+    assert len(found.commit) in (0, 40)
+
+
+def test_cuda_facts(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"name of {device}")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(asked, "command", lambda *words: f"{words[0]} said\nmore")
+    monkeypatch.setattr(asked, "version", lambda package: f"version of {package}")
+    found = asked.environment.__wrapped__("cuda:1")
+    assert (found.device, found.cuda) == ("name of cuda:1", "13.0")
+    assert found.driver == "nvidia-smi said"
+    assert found.flashinfer == "version of flashinfer-python"
+    assert found.sgl_kernel == "version of sglang-kernel"
+    assert found.triton == "version of triton"
+    assert found.dirty
+
+
+def test_what_is_unknown_is_empty(monkeypatch):
+    assert asked.installed("no-such-package-here") == ""
+    assert asked.installed("torch")
+    monkeypatch.setattr(asked, "command", lambda *words: "")
+    assert asked.driver() == ""
+    found = asked.environment.__wrapped__("cpu")
+    assert (found.commit, found.dirty) == ("", False)
+
+
+def test_commands_that_are_absent_or_fail_say_nothing():
+    assert asked.command("no-such-program-here") == ""
+    assert asked.command(sys.executable, "-c", "print('said'); raise SystemExit(3)") == ""
+    assert asked.command(sys.executable, "-c", "print('said')") == "said"
+
+
+def test_processor_is_read_from_the_kernel(tmp_path):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\n")
+    assert asked.processor(cpuinfo) == "Some CPU @ 2 GHz"
+    cpuinfo.write_text("processor\t: 0\n")
+    assert asked.processor(cpuinfo) == (platform.processor() or platform.machine())
+    assert asked.processor(tmp_path / "none") == (platform.processor() or platform.machine())

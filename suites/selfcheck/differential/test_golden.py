@@ -1,0 +1,242 @@
+"""Recording never passes, and a golden that is missing, stale, corrupt or orphaned is told so."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from harness.differential.golden import (
+    Golden,
+    GoldenStore,
+    Identity,
+    Outcome,
+    Workflow,
+    digest,
+    digest_of_tensors,
+    summary,
+)
+from harness.errors import GoldenError
+
+IDENTITY = Identity(case=digest({"id": "edge", "lens": [3, 5]}), seed=7, weights="w0")
+LOGITS = torch.arange(6.0).view(2, 3)
+
+
+def answer(value=0.0):
+    return Golden(
+        identity=IDENTITY, tensors={"logits": LOGITS + value}, facts={"accept_lengths": [2, 4]}
+    )
+
+
+def never():
+    raise AssertionError("verify computes nothing")
+
+
+def settle(folder, workflow, *, key="edge", value=0.0, identity=IDENTITY, flush=True):
+    store = GoldenStore(folder, workflow, origin={"torch": "2.x", "run": str(value)})
+    compute = never if workflow is Workflow.VERIFY else lambda: answer(value)
+    golden, outcome = store.settle("mha", key, identity, compute)
+    if flush:
+        store.flush()
+    return golden, outcome
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.exists() else {}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "golden"
+    settle(path, Workflow.ADD)
+    return path
+
+
+def test_the_life_of_a_golden(tmp_path):
+    folder = tmp_path / "golden"
+    with pytest.raises(GoldenError, match=r"mha\.safetensors has no golden 'edge'.*--golden=add$"):
+        settle(folder, Workflow.VERIFY)
+    assert content(folder) == {}
+
+    assert settle(folder, Workflow.ADD)[1] is Outcome.ADDED
+    golden, outcome = settle(folder, Workflow.VERIFY)
+    assert outcome is Outcome.VERIFIED
+    assert golden.says_the_same(answer())
+    assert golden.origin == {"torch": "2.x", "run": "0.0"}
+
+    assert settle(folder, Workflow.ADD, value=9.0)[1] is Outcome.VERIFIED
+    before = content(folder)
+    assert settle(folder, Workflow.REWRITE)[1] is Outcome.VERIFIED
+    assert content(folder) == before
+
+    assert settle(folder, Workflow.REWRITE, value=1.0)[1] is Outcome.REWRITTEN
+    golden, outcome = settle(folder, Workflow.VERIFY)
+    assert golden.tensors["logits"].tolist() == (LOGITS + 1).tolist()
+    assert golden.origin["run"] == "1.0"
+
+
+def test_only_verified_is_green():
+    assert [outcome.value for outcome in Outcome if not outcome.is_red] == ["verified"]
+
+
+@pytest.mark.parametrize("workflow", [Workflow.VERIFY, Workflow.ADD])
+@pytest.mark.parametrize("field", ["case", "seed", "weights"])
+def test_a_stale_golden_says_what_changed(folder, workflow, field):
+    changed = replace(IDENTITY, **{field: 8 if field == "seed" else "other"})
+    with pytest.raises(GoldenError, match=f"'edge' is stale: {field} changed; .*--golden=rewrite$"):
+        settle(folder, workflow, identity=changed)
+    assert settle(folder, Workflow.REWRITE, identity=changed)[1] is Outcome.REWRITTEN
+    assert settle(folder, Workflow.VERIFY, identity=changed)[1] is Outcome.VERIFIED
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def edit_manifest(change):
+    def apply(path):
+        data = json.loads(path.read_text())
+        change(data)
+        path.write_text(json.dumps(data))
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        ("mha.safetensors", truncate, r"mha\.safetensors is corrupt: its digest"),
+        ("mha.json", truncate, r"mha\.json is corrupt: its digest"),
+        ("mha.safetensors", os.remove, r"mha\.safetensors is missing"),
+        ("manifest.json", truncate, r"manifest\.json is corrupt: JSONDecodeError"),
+        ("manifest.json", lambda p: p.write_text("[]"), r"manifest\.json is corrupt: TypeError"),
+        ("manifest.json", os.remove, r"mha\.json is an orphan"),
+        (
+            "manifest.json",
+            edit_manifest(lambda d: d.update(format=0)),
+            r"manifest\.json has format 0, expected 1",
+        ),
+        (
+            "manifest.json",
+            edit_manifest(lambda d: d["files"].pop("mha.json")),
+            r"manifest\.json is corrupt: its files are not those of its entries",
+        ),
+        (
+            "manifest.json",
+            edit_manifest(lambda d: d["entries"]["mha"].update(more={})),
+            r"manifest\.json does not list what mha\.json holds",
+        ),
+    ],
+)
+def test_damage_is_named_and_a_rewrite_mends_it(folder, name, damage, said):
+    damage(folder / name)
+    for workflow in (Workflow.VERIFY, Workflow.ADD):
+        with pytest.raises(
+            GoldenError, match=said + ".*update with: .*--golden=rewrite$"
+        ) as caught:
+            settle(folder, workflow)
+        assert "\n" not in str(caught.value)
+    assert settle(folder, Workflow.REWRITE)[1].is_red
+    assert settle(folder, Workflow.VERIFY)[1] is Outcome.VERIFIED
+
+
+def test_a_file_that_nobody_knows_is_an_orphan(folder):
+    (folder / "README.md").write_text("allowed")
+    (folder / "mla.json").write_text("{}")
+    with pytest.raises(GoldenError, match=r"mla\.json is an orphan"):
+        settle(folder, Workflow.VERIFY)
+    settle(folder, Workflow.REWRITE, value=2.0)
+    assert set(content(folder)) == {"README.md", "manifest.json", "mha.json", "mha.safetensors"}
+
+
+def test_goldens_that_nothing_plans_are_orphans_until_a_rewrite(folder):
+    settle(folder, Workflow.ADD, key="edge/longer")
+    store = GoldenStore(folder)
+    assert store.orphans([("mha", "edge"), ("mha", "edge/longer")]) == []
+    (line,) = store.orphans([("mha", "edge"), ("mla", "edge/longer")])
+    assert "mha.safetensors has an orphan golden 'edge/longer'; drop it with: " in line
+
+    rewriting = GoldenStore(folder, Workflow.REWRITE)
+    assert len(rewriting.orphans([("mha", "edge/longer")])) == 1
+    rewriting.flush()
+    golden, _ = settle(folder, Workflow.VERIFY, key="edge/longer")
+    assert list(golden.tensors) == ["logits"]
+    with pytest.raises(GoldenError, match="has no golden 'edge'"):
+        settle(folder, Workflow.VERIFY)
+
+    emptying = GoldenStore(folder, Workflow.REWRITE)
+    assert len(emptying.orphans([])) == 1
+    emptying.flush()
+    assert set(content(folder)) == {"manifest.json"}
+
+
+def test_nothing_is_written_before_flush_nor_when_flushing_fails(folder, monkeypatch):
+    before = content(folder)
+    settle(folder, Workflow.REWRITE, value=3.0, flush=False)
+    assert content(folder) == before
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    with pytest.raises(GoldenError, match=r"cannot be written: .*No space left"):
+        settle(folder, Workflow.REWRITE, value=3.0)
+    monkeypatch.undo()
+    assert content(folder) == before
+    assert settle(folder, Workflow.VERIFY)[1] is Outcome.VERIFIED
+
+
+def test_groups_are_files_of_their_own(folder):
+    store = GoldenStore(folder, Workflow.ADD)
+    store.settle("mla", "edge", IDENTITY, lambda: answer(5.0))
+    untouched = (folder / "mha.safetensors").stat().st_mtime_ns
+    store.flush()
+    store.flush()
+    assert (folder / "mha.safetensors").stat().st_mtime_ns == untouched
+    both = GoldenStore(folder)
+    for group, value in (("mha", 0.0), ("mla", 5.0)):
+        golden, _ = both.settle(group, "edge", IDENTITY, never)
+        assert golden.says_the_same(answer(value))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(answer(), tensors={"logits": LOGITS.double()}),
+        replace(answer(), tensors={}),
+        replace(answer(), facts={"accept_lengths": [4, 2]}),
+        replace(answer(), identity=replace(IDENTITY, seed=8)),
+        answer(torch.nan),
+    ],
+)
+def test_answers_that_differ(other):
+    assert not other.says_the_same(answer())
+    assert not answer(torch.nan).says_the_same(answer(torch.nan))
+
+
+def test_digests_depend_on_everything_but_order():
+    assert digest({"a": 1, "b": [2]}) == digest({"b": [2], "a": 1}) != digest({"a": 1, "b": [3]})
+    one = {"a": torch.ones(2, 3), "b": torch.zeros(1, dtype=torch.bfloat16)}
+    assert digest_of_tensors(one) == digest_of_tensors(dict(reversed(one.items())))
+    for changed in (
+        {"a": torch.ones(3, 2), "b": one["b"]},
+        {"a": torch.ones(2, 3), "b": torch.zeros(1, dtype=torch.float16)},
+        {"a": torch.ones(2, 3), "c": one["b"]},
+    ):
+        assert digest_of_tensors(changed) != digest_of_tensors(one)
+
+
+def test_summary_keeps_a_few_rows_and_all_norms():
+    logits = torch.arange(20.0)[:, None] + torch.arange(200.0) / 1000
+    kept = summary(logits.double(), torch.tensor([[3.0, 4.0]] * 20))
+    assert kept["rows"].tolist() == [0, 3, 5, 8, 11, 14, 16, 19]
+    assert kept["logits"].shape == (8, 128)
+    assert kept["logits"][:, 0].tolist() == [0, 3, 5, 8, 11, 14, 16, 19]
+    assert kept["norms"].tolist() == [5.0] * 20
+    assert {t.dtype for t in kept.values()} == {torch.int32, torch.float32}
+    short = summary(logits[:3], torch.zeros(3, 4))
+    assert short["rows"].tolist() == [0, 1, 2]
+    assert summary(logits[:0], torch.zeros(0, 4))["logits"].shape == (0, 128)

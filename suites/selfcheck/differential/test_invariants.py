@@ -1,0 +1,216 @@
+"""Each way of being malformed is one violation that names it, and well-formed things have none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from harness.differential.invariants import (
+    check_frozen,
+    check_metadata,
+    check_padding,
+    check_pool,
+    check_writes,
+    frozen,
+)
+
+
+@dataclass
+class Planned:
+    """Two requests and a padded row: 5 + 3, 16 + 2 and 0 + 1 keys on pages of 8."""
+
+    cache_seqlens_int32: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    page_table: torch.Tensor
+    swa_page_table: torch.Tensor | None = None
+    max_seq_len_q: int | None = 3
+
+
+def int32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+PLANNED = Planned(
+    int32([8, 18, 1]),
+    int32([0, 3, 5, 6]),
+    int32([0, 8, 26, 27]),
+    int32([[4, 0, 0, 0], [2, 7, 5, 0], [9, 9, 9, 9]]),
+)
+GIVEN = {
+    "prefix_lens": [5, 16, 0],
+    "q_lens": [3, 2, 1],
+    "pages": [[4, 1], [2, 7, 5, 3]],
+    "page_size": 8,
+    "num_pages": 10,
+}
+
+
+def test_well_formed_metadata_has_no_violation():
+    assert check_metadata(PLANNED, **GIVEN) == []
+    ours = SimpleNamespace(**vars(PLANNED) | {"geometry": SimpleNamespace(max_q_len=4)})
+    del ours.max_seq_len_q
+    assert check_metadata(ours, **GIVEN) == []
+    swa = replace(PLANNED, swa_page_table=int32([[1, 0, 0], [3, 2, 6], [0, 0, 0]]))
+    assert check_metadata(swa, **GIVEN, swa_pages=[[1], [3, 2, 6]], num_swa_pages=7) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "violation"),
+    [
+        ("cache_seqlens_int32", int32([8, 17, 1]), "[1] = 17, expected 18 [length arithmetic]"),
+        (
+            "cache_seqlens_int32",
+            torch.tensor([8, 18, 1]),
+            " has dtype torch.int64, expected torch.int32 [index space or capacity]",
+        ),
+        ("cache_seqlens_int32", int32([8, 18]), " has shape [2], expected [3] [geometry"),
+        ("cache_seqlens_int32", None, " is missing [geometry frozen at capture]"),
+        ("cu_seqlens_q", int32([0, 3, 6, 9]), "[2] = 6, expected 5 [length arithmetic]"),
+        ("cu_seqlens_q", int32([1, 3, 5, 6]), "[0] = 1, expected 0 [length arithmetic]"),
+        ("cu_seqlens_k", int32([0, 8, 26, 26]), "[3] = 26, expected 27 [length arithmetic]"),
+        ("page_table", None, " is missing [geometry frozen at capture]"),
+        ("page_table", int32([4, 2, 7]), " has shape [3], expected [3, >= 3] [index space"),
+        ("page_table", int32([[4, 0], [2, 7], [0, 0]]), " has shape [3, 2], expected [3, >= 3]"),
+        (
+            "page_table",
+            int32([[4, 0, 0], [7, 2, 5], [0, 0, 0]]),
+            "[1] has live pages [7, 2, 5], expected [2, 7, 5] [index space or capacity]",
+        ),
+        (
+            "page_table",
+            int32([[4, 1, 0], [2, 7, 5], [0, 0, 0]]),
+            "[0] has [1, 0] behind 1 live pages, expected zeros [stale or undeclared padding]",
+        ),
+        (
+            "page_table",
+            int32([[4, 0, 0], [2, 7, 5], [0, 10, 0]]),
+            "[2] names page 10 of 10 [index space or capacity]",
+        ),
+        ("swa_page_table", int32([[0]]), " is there, expected none [index space or capacity]"),
+        ("max_seq_len_q", 2, " = 2, expected at least 3 [geometry frozen at capture]"),
+        ("max_seq_len_q", None, " = None, expected at least 3 [geometry frozen at capture]"),
+    ],
+)
+def test_malformed_metadata(field, value, violation):
+    (found,) = check_metadata(replace(PLANNED, **{field: value}), **GIVEN)
+    assert found.startswith(field + violation)
+
+
+def test_missing_swa_table_and_wrong_swa_pages():
+    swa = {"swa_pages": [[1], [3, 2, 6]], "num_swa_pages": 7}
+    assert check_metadata(PLANNED, **GIVEN, **swa) == [
+        "swa_page_table is missing [geometry frozen at capture]"
+    ]
+    full = replace(PLANNED, swa_page_table=PLANNED.page_table)
+    found = check_metadata(full, **GIVEN, **swa)
+    assert [line.split(" [")[0] for line in found] == [
+        "swa_page_table[0] has live pages",
+        "swa_page_table[1] names page 7 of 7",
+        "swa_page_table[2] names page 9 of 7",
+    ]
+
+
+def test_every_violation_is_told():
+    broken = replace(PLANNED, cu_seqlens_k=PLANNED.cu_seqlens_k + 1, max_seq_len_q=1)
+    assert len(check_metadata(broken, **GIVEN)) == 2
+
+
+def test_an_idle_forward_is_well_formed():
+    empty = Planned(int32([]), int32([0]), int32([0]), int32([]).view(0, 4), max_seq_len_q=0)
+    nothing = {"prefix_lens": [], "q_lens": [], "pages": [], "page_size": 8, "num_pages": 10}
+    assert check_metadata(empty, **nothing) == []
+
+
+def test_frozen_sees_moved_resized_and_changed_fields():
+    before = frozen(PLANNED)
+    assert check_frozen(before, frozen(PLANNED)) == []
+    refilled = replace(PLANNED)
+    refilled.page_table.add_(0)
+    assert check_frozen(before, frozen(refilled)) == []
+    for change in (
+        {"page_table": PLANNED.page_table.clone()},
+        {"page_table": PLANNED.page_table[:, :2]},
+        {"max_seq_len_q": 4},
+    ):
+        (found,) = check_frozen(before, frozen(replace(PLANNED, **change)))
+        assert found.startswith(next(iter(change)))
+        assert found.endswith("[identity and lifetime]")
+    assert len(check_frozen({"q": 64}, {"k": 64})) == 2
+
+
+BUFFERS = {
+    "seq_lens": torch.tensor([7, 9, 1, 1]),
+    "hidden_states": torch.tensor([[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]]),
+    "input_ids": torch.tensor([5, 6]),
+}
+PADS = {"seq_lens": 1, "hidden_states": 0, "input_ids": 0}
+ROWS = {"seq_lens": 2, "hidden_states": 2, "input_ids": 2}
+
+
+def test_padding_holds_its_declared_value():
+    assert check_padding(BUFFERS, PADS, ROWS) == []
+    assert check_padding(BUFFERS, PADS | {"seq_lens": 4}, ROWS) == [
+        "seq_lens[2] and 1 more are not 4 [stale or undeclared padding]"
+    ]
+    stale = BUFFERS | {"hidden_states": torch.tensor([[1.0, 2.0], [3.0, 4.0], [0.0, 9.0]])}
+    assert check_padding(stale, PADS, ROWS) == [
+        "hidden_states[2] and 0 more are not 0 [stale or undeclared padding]"
+    ]
+    poisoned = BUFFERS | {"hidden_states": torch.full((3, 2), torch.nan)}
+    assert len(check_padding(poisoned, PADS, ROWS)) == 1
+    undeclared = {"positions": torch.zeros(2)}
+    assert check_padding(undeclared, PADS, ROWS) == [
+        "positions declares no pad or no row count [stale or undeclared padding]"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "violations"),
+    [
+        pytest.param({}, [], id="in-order"),
+        pytest.param({"available": 3}, ["3 free + 5 held pages != 9"], id="leak"),
+        pytest.param({"held": [[1, 2], [2, 4, 9]], "available": 5}, ["page 2 is held 2 times"]),
+        pytest.param(
+            {"held": [[1], [0]], "available": 7}, ["padding page 0 is held"], id="padding-page"
+        ),
+        pytest.param(
+            {"held": [[10]], "available": 8}, ["page 10 is not in the pool"], id="foreign"
+        ),
+    ],
+)
+def test_pool_accounting(changes, violations):
+    given = {"available": 4, "held": [[1, 2], [3, 4, 9]], "total": 9} | changes
+    assert [line.split(" [")[0] for line in check_pool(**given)] == violations
+
+
+def test_request_rows_have_no_padding():
+    given = {"what": "request row", "padding": None, "total": 4}
+    assert check_pool(available=2, held=[[0], [3]], **given) == []
+    (found,) = check_pool(available=3, held=[[4]], **given)
+    assert found.startswith("request row 4 is not in the pool")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_writes_land_in_their_slots_and_nowhere_else(dtype):
+    before = torch.full((32, 2, 3), torch.nan).to(dtype)
+
+    def after(*slots):
+        written = before.clone()
+        for slot in slots:
+            written.view(torch.uint8)[slot, -1, -1] += 1
+        return {"k0": written}
+
+    def check(written, due):
+        return check_writes({"k0": before}, written, {"k0": due}, page_size=16)
+
+    assert check(after(3, 17), [3, 17]) == []
+    assert check(after(0, 3, 17), [3, 17]) == []
+    assert check(after(3, 18), [3, 17]) == [
+        "k0 slot 18 (page 1) and 0 more: was overwritten [index space or capacity]",
+        "k0 slot 17 (page 1) and 0 more: was not written [index space or capacity]",
+    ]
+    assert check({}, [3]) == ["k0 has no expected slots or is gone [index space or capacity]"]

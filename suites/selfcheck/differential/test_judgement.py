@@ -1,0 +1,61 @@
+"""What no invariant and no number tells is judged too: choices, first tokens, dirty semaphores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fixtures.tables import find
+from harness.core.case import Execution
+from harness.core.record import Verdict
+from harness.differential.forward import batch_of, company, perform
+from harness.differential.judge import judge
+from harness.differential.traced_inputs import make_world
+from harness.differential.trial import run_trial
+from harness.kernels import workspace
+from harness.subjects import SUBJECTS
+from harness.upstream.forward_batch_info import DraftOutput, EagleDraftInput, ForwardBatch
+
+EAGER, GRAPH = Execution.EAGER, Execution.GRAPH
+MHA, XQA = SUBJECTS["trtllm_mha/trtllm_gen"], SUBJECTS["trtllm_mha/xqa"]
+
+
+def test_a_draft_that_feeds_another_requests_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rolled(*args: Any) -> ForwardBatch:
+        batch = batch_of(*args)
+        assert isinstance(batch.spec_info, EagleDraftInput)
+        first = batch.spec_info.topk_index.roll(1, 0)
+        return batch.with_changes(spec_info=replace(batch.spec_info, topk_index=first))
+
+    monkeypatch.setattr("harness.differential.forward.batch_of", rolled)
+    record = run_trial(find("mha-multi_step_draft-bs2_ragged"), MHA, EAGER)
+    assert record.verdict is Verdict.WRONG_TOKENS, record.message
+    assert record.message.startswith("draft_tokens: first tokens [")
+
+
+@pytest.mark.parametrize("execution", [EAGER, GRAPH])
+def test_a_draft_that_proposes_another_token_than_its_best(execution: Execution) -> None:
+    case = find("mha-multi_step_draft-bs2_ragged")
+    right = perform(MHA, make_world(case, *company(case)), execution)
+    assert isinstance(right.output, DraftOutput)
+    proposed = right.output.draft_tokens.clone()
+    # The last is proposed and never fed, so nothing but the choice itself is wrong.
+    proposed[1, -1] = right.output.next_token_logits[1, -1].argmin()
+    wrong = replace(right, output=replace(right.output, draft_tokens=proposed))
+    found = judge(wrong, execution, MHA.numerics("cpu"))
+    assert [(c.quantity, c.verdict) for c in found if not c.passed] == [
+        ("draft_tokens", Verdict.WRONG_TOKENS)
+    ]
+    told = f"draft_tokens: token {int(proposed[1, -1])} at request 1, position "
+    assert found[-1].message.startswith(told)
+
+
+def test_semaphores_that_a_kernel_left_dirty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspace, "_SHARED", {})
+    workspace.workspace("xqa", torch.device("cpu")).semaphores[6] = 1
+    record = run_trial(find("mha-decode-bs2_ragged"), XQA, EAGER)
+    assert record.verdict is Verdict.BROKEN_INVARIANT
+    assert record.message.startswith("semaphores of xqa on cpu: byte 6 ")

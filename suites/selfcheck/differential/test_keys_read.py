@@ -1,0 +1,176 @@
+"""Defects of masks, lengths, tables or positions are reported by the keys read or stored instead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fixtures.tables import find
+from harness.attention.trtllm_mla import TRTLLMMLABackend
+from harness.core.case import Case, Execution, Inputs
+from harness.differential.diagnose import keys_read
+from harness.differential.forward import company
+from harness.differential.probe_model import ProbeModel
+from harness.differential.traced_inputs import (
+    SILENT,
+    by_distance_from_the_end,
+    capacity,
+    make_world,
+)
+from harness.differential.trial import run_trial
+from harness.subjects import SUBJECTS, Subject
+
+EAGER, GRAPH = Execution.EAGER, Execution.GRAPH
+MHA, XQA, MLA = (
+    SUBJECTS[name] for name in ("trtllm_mha/trtllm_gen", "trtllm_mha/xqa", "trtllm_mla/trtllm_gen")
+)
+RIGHT = "every query read the keys that it should"
+
+
+def seeing(base: type, change: Any) -> type:
+    """A backend whose kernel is handed what ``change`` makes of the plan and the layer."""
+
+    class Seeing(base):
+        def _attend(self, q: Any, out_dtype: Any, layer: Any, metadata: Any) -> torch.Tensor:
+            return super()._attend(q, out_dtype, *change(layer, metadata))
+
+    return Seeing
+
+
+def longer(layer, metadata):
+    return layer, replace(metadata, cache_seqlens_int32=metadata.cache_seqlens_int32 + 2)
+
+
+def other_request(layer, metadata):
+    return layer, replace(metadata, page_table=metadata.page_table.roll(1, 0))
+
+
+def padding_page(layer, metadata):
+    table = metadata.page_table.clone()
+    table[:, 0] = 0
+    return layer, replace(metadata, page_table=table)
+
+
+def open_mask(layer, metadata):
+    return layer, replace(metadata, packed_mask=torch.full_like(metadata.packed_mask, -1))
+
+
+def narrow(layer, metadata):
+    window = layer.sliding_window_size
+    return replace(layer, sliding_window_size=window - 1 if window > 0 else window), metadata
+
+
+def wide(layer, metadata):
+    return replace(layer, sliding_window_size=-1), metadata
+
+
+def soft(layer, metadata):
+    return replace(layer, scaling=layer.scaling * 0.9), metadata
+
+
+ROWS = (
+    (MHA, longer, "mha-decode-watched_page_edges", EAGER, "query 0 of request 0 (position 31, layer 0) read keys 0..31, expected 0..31: the padding page"),
+    (MHA, longer, "mha-target_verify-bs2_ragged", EAGER, "query 0 of request 0 (position 5, layer 0) read keys 0..7, expected 0..5: 2 keys of the future"),
+    (MHA, longer, "mha-multi_step_draft-bs2_ragged", GRAPH, "query 0 of request 0 (position 5, layer 0) read keys 0..5, expected 0..5: slots that hold nothing yet"),
+    (MHA, other_request, "mha-decode-bs2_ragged", GRAPH, "read keys none, expected 0..5: 6 keys missed, keys 0..5 of request 1"),
+    (MHA, padding_page, "mha-decode-page_edge_after", EAGER, "read keys 32..65, expected 0..65: 32 keys missed, the padding page"),
+    (XQA, open_mask, "mha-draft_extend_v2-bs2_ragged", GRAPH, "read keys 0..8, expected 0..5: 3 keys of the future"),
+    (MHA, narrow, "mha-draft_extend_v1-window_of_one_page", EAGER, "(position 65, layer 1) read keys 35..65, expected 34..65: 1 key missed"),
+    (MHA, wide, "mha-decode-watched_window_and_sinks", EAGER, "(position 70, layer 1) read keys 32..70, expected 50..70: 18 keys left of the window, the padding page"),
+    (MLA, longer, "mla-target_verify-context_2k", EAGER, "of request 0 (position 2013, layer 0) read keys 0..2015, expected 0..2013: 2 keys of the future"),
+    (MLA, other_request, "mla-draft_extend_v2-watched_fp8_cache", EAGER, "65 keys missed, keys 0..64 of request 1"),
+    (MHA, soft, "mha-decode-bs2_ragged", EAGER, RIGHT),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("subject", "change", "case_id", "execution", "said"),
+    [pytest.param(*row, id=f"{row[1].__name__}-{row[2]}-{row[3]}") for row in ROWS],
+)
+def test_the_message_of_a_red_trial_names_them(
+    subject: Subject, change: Any, case_id: str, execution: Execution, said: str
+) -> None:
+    broken = replace(subject, backend=seeing(subject.backend, change))
+    if "multi_step" in case_id:
+        steps = type("Steps", (subject.draft_backend,), {"step_backend": broken.backend})
+        broken = replace(broken, draft_backend=steps)
+    record = run_trial(find(case_id), broken, execution)
+    assert record.verdict.is_red
+    assert said in record.message
+
+
+def test_keys_of_a_batch_that_ran_before_are_named() -> None:
+    case = find("mha-decode-bs2_ragged")
+    world = make_world(case, *company(case))
+    page = world.batches[-1].pages[0][0]
+
+    def stale(layer, metadata):
+        return layer, replace(metadata, page_table=torch.full_like(metadata.page_table, page))
+
+    broken = replace(MHA, backend=seeing(MHA.backend, stale))
+    assert "6 keys missed, keys of another batch" in keys_read(case, broken, GRAPH)
+
+
+@pytest.mark.parametrize("execution", Execution)
+@pytest.mark.parametrize("shift", [1, -2])
+@pytest.mark.parametrize(
+    "case_id",
+    [
+        "mha-draft_extend_v2-fp8_cache",
+        "mla-target_verify-bs2_ragged",
+        "mha-decode-window_of_one_page",
+    ],
+)
+def test_keys_rotated_for_other_positions_are_named(
+    case_id: str, shift: int, execution: Execution, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = ProbeModel.forward
+    monkeypatch.setattr(ProbeModel, "forward", lambda m, ids, at, b: forward(m, ids, at + shift, b))
+    case = find(case_id)
+    record = run_trial(case, MLA if case.family == "mla" else MHA, execution)
+    size = "2 too small" if shift < 0 else "1 too large"
+    assert record.message.startswith(f"keys of request 0 were rotated for positions {size}")
+
+
+@pytest.mark.parametrize("execution", Execution)
+@pytest.mark.parametrize(
+    "case_id", ["mha-draft_extend_v1-window_of_one_page", "mla-multi_step_draft-bs2_ragged"]
+)
+def test_a_subject_without_defect_reads_what_it_should(case_id: str, execution: Execution) -> None:
+    case = find(case_id)
+    subject = MLA if case.family == "mla" else MHA
+    assert keys_read(case, subject, execution).startswith(RIGHT)
+
+
+def test_an_answer_that_is_no_number_is_named() -> None:
+    class Broken(TRTLLMMLABackend):
+        def _attend(self, *args: Any) -> torch.Tensor:
+            return super()._attend(*args) * torch.nan
+
+    said = keys_read(find("mla-decode-bs2_ragged"), replace(MLA, backend=Broken), EAGER)
+    assert said.endswith("something that is not finite (3 more like it)")
+
+
+def watched_case(**changes: Any) -> Case:
+    return replace(find("mha-decode-bs2_ragged"), inputs=Inputs.WATCHED, **changes)
+
+
+def test_what_does_not_fit_is_watched_from_the_end() -> None:
+    case = watched_case(prefix_lens=(400, 3), max_context_len=512)
+    keys = by_distance_from_the_end(case)
+    assert capacity(case) == 2 * 64 - 4
+    assert keys[:4] == [(0, 400), (1, 3), (0, 399), (1, 2)]
+    world = make_world(case)
+    assert world.watched == tuple(keys[: capacity(case)])
+    history = world.batches[0].history[0].tolist()
+    assert history[:200] == [SILENT] * 200
+    assert len(set(history[300:])) == 100
+
+
+def test_company_is_one_token() -> None:
+    case = watched_case()
+    world = make_world(case, *company(case))
+    assert {t for other in world.batches[1:] for h in other.history for t in h.tolist()} == {2}

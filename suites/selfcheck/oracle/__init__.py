@@ -1,0 +1,1 @@
+"""Claims: the float64 oracle and the budgets."""

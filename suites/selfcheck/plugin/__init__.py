@@ -1,0 +1,1 @@
+"""Claims: the pytest plugin."""

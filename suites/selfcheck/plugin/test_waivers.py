@@ -1,0 +1,109 @@
+"""A red trial is waived only with an issue, and a waiver lives only while its trial is red."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from fixtures.pytest_plugin.goldens import PAIRS, prompts
+from fixtures.pytest_plugin.waivers import idle
+from fixtures.tables import waivers
+from fixtures.plan import trials
+from fixtures.tables.waivers import WAIVERS, Waiver
+from harness.core.case import Execution
+from harness.core.record import Verdict, read_records
+from harness.errors import UsageError
+from harness.subjects import SUBJECTS
+
+pytest_plugins = ["pytester"]
+
+WAIVER = Waiver(
+    case="waived*",
+    subject="trtllm_mha/*",
+    execution="eager",
+    device="cpu",
+    issue="owner/kernels#17",
+    reason="wrong past 4096 tokens",
+)
+TESTS = """
+import pytest
+from fixtures.fakes.sample_records import trial
+from harness.core.record import Verdict
+
+@pytest.mark.parametrize("case", ["waived_red", "waived_green", "waived_refused", "other_red"])
+def test_trial(record_trial, case):
+    record_trial(trial(case, Verdict.ERROR))
+    if case.endswith("green"):
+        record_trial(trial(case))
+    elif case.endswith("refused"):
+        record_trial(trial(case, Verdict.REFUSED, message="head_dim"))
+        pytest.skip("head_dim")
+    else:
+        record_trial(trial(case, Verdict.WRONG_NUMBERS, message="row 3"))
+        pytest.fail("row 3")
+
+@pytest.fixture
+def breaks_later():
+    yield
+    raise OSError("late")
+
+def test_breaks_in_teardown(record_trial, breaks_later):
+    record_trial(trial("waived_late", Verdict.WRONG_NUMBERS, message="row 3"))
+    pytest.fail("row 3")
+"""
+STALE = "passes, though waived for owner/kernels#17: wrong past 4096 tokens; take the waiver out"
+EXPECTED = {
+    "waived_red": (Verdict.WAIVED, "owner/kernels#17: wrong past 4096 tokens"),
+    "waived_green": (Verdict.ERROR, STALE),
+    "waived_refused": (Verdict.REFUSED, "head_dim"),
+    "waived_late": (Verdict.ERROR, "OSError: late"),
+    "other_red": (Verdict.WRONG_NUMBERS, "row 3"),
+}
+
+
+def test_covered_trials_are_waived_while_red(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waivers, "WAIVERS", (WAIVER,))
+    pytester.makepyfile(TESTS)
+    result = pytester.runpytest_inprocess(
+        "-p", "fixtures.pytest_plugin.records", "-n0", "--report", "out"
+    )
+    result.assert_outcomes(xfailed=2, failed=2, skipped=1, errors=1)
+    result.stdout.fnmatch_lines([f"*{STALE}*"])
+    records = read_records(Path("out", "records.jsonl"))
+    assert {r.case: (r.verdict, r.message) for r in records} == EXPECTED
+
+
+@pytest.mark.parametrize("field", ["case", "subject", "execution", "device"])
+def test_every_name_counts(field: str) -> None:
+    names = {"case": "waived_red", "subject": "trtllm_mha/xqa", "execution": "eager"}
+    names["device"] = "cpu"
+    assert WAIVER.covers(**names)
+    assert not WAIVER.covers(**names | {field: "other"})
+
+
+@pytest.mark.parametrize("issue", ["", "17", "#17", "kernels#17", "owner/kernels#0", "see mail"])
+def test_waiver_refers_to_an_issue(issue: str) -> None:
+    with pytest.raises(UsageError, match=r"waiver\.issue = .* accepted: owner/repository#number"):
+        replace(WAIVER, issue=issue)
+
+
+def test_waiver_has_a_reason() -> None:
+    with pytest.raises(UsageError, match=r"waiver\.reason"):
+        replace(WAIVER, reason="")
+
+
+def test_waiver_that_matches_nothing_is_found() -> None:
+    planned = [("waived_red", "trtllm_mha/xqa", "eager"), ("other", "trtllm_mla/xqa", "graph")]
+    gone = replace(WAIVER, case="gone", device="cuda:*")
+    assert idle([WAIVER, gone], planned) == [gone]
+
+
+def test_every_waiver_matches_a_planned_trial() -> None:
+    texts = [f"{pair}/prompt{i}" for pair in PAIRS for i in range(len(prompts(pair)))]
+    planned = [(case.id, subject.name, str(how)) for case, subject, how in trials()]
+    assert idle(WAIVERS, [*planned, *product(texts, SUBJECTS, map(str, Execution))]) == []
