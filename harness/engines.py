@@ -27,9 +27,10 @@ from harness.engine.spec_config import Speculation, Version
 from harness.engine.target_only_worker import PlainWorker
 from harness.errors import UsageError, rejected
 from harness.graphs.draft_runner import DraftRunner
-from harness.graphs.runner import GraphFactory
+from harness.graphs.factory import new_graph
+from harness.graphs.graph import GraphFactory
 from harness.graphs.target_verify_runner import TargetVerifyRunner
-from harness.kernels.registry import new_graph, new_provider
+from harness.kernels.registry import new_provider
 from harness.subjects import Subject
 from harness.upstream.allocator import PagedAllocator, ReqToTokenPool
 from harness.upstream.forward_batch_info import ForwardMode, LogitsProcessorOutput

@@ -8,9 +8,9 @@ from torch.nn.functional import pad
 from harness.attention.planned_tmp import PlannedBackend
 from harness.errors import ContractError, rejected
 from harness.kernels.shape_checks import FP8
-from harness.upstream.base_attn_backend import AttentionLayer
 from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode, SpecInput
 from harness.upstream.memory_pool import quantize
+from harness.upstream.radix_attention import RadixAttention
 
 
 class PagedBackend(PlannedBackend):
@@ -26,7 +26,7 @@ class PagedBackend(PlannedBackend):
     def _is_fp8(self) -> bool:
         return self.token_to_kv_pool.dtype == FP8
 
-    def _kv_scales(self, layer: AttentionLayer) -> tuple[float, float]:
+    def _kv_scales(self, layer: RadixAttention) -> tuple[float, float]:
         """Scales of cached keys and values; only an FP8 cache was written with any."""
         return (layer.k_scale, layer.v_scale) if self._is_fp8 else (1.0, 1.0)
 

@@ -8,9 +8,9 @@ import torch
 
 from harness.attention.metadata import Metadata
 from harness.attention.paged_backend import PagedBackend
-from harness.upstream.base_attn_backend import AttentionLayer
 from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode
 from harness.upstream.memory_pool import MLATokenToKVPool
+from harness.upstream.radix_attention import RadixAttention
 
 
 class TRTLLMHAAttnBackend(PagedBackend):
@@ -29,7 +29,7 @@ class TRTLLMHAAttnBackend(PagedBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: AttentionLayer,
+        layer: RadixAttention,
         batch: ForwardBatch,
         save_kv_cache: bool = True,
         **kwargs: Any,
@@ -49,7 +49,7 @@ class TRTLLMHAAttnBackend(PagedBackend):
         self,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: AttentionLayer,
+        layer: RadixAttention,
         batch: ForwardBatch,
         metadata: Metadata,
     ) -> None:
@@ -66,7 +66,7 @@ class TRTLLMHAAttnBackend(PagedBackend):
         self,
         q: torch.Tensor,
         out_dtype: torch.dtype,
-        layer: AttentionLayer,
+        layer: RadixAttention,
         metadata: Metadata,
     ) -> torch.Tensor:
         pool, geometry = self.token_to_kv_pool, metadata.geometry
@@ -103,5 +103,5 @@ class TRTLLMHAAttnBackend(PagedBackend):
             **call,
         )
 
-    def _is_swa(self, layer: AttentionLayer) -> bool:
+    def _is_swa(self, layer: RadixAttention) -> bool:
         return self._swa_pool is not None and self._swa_pool.places[layer.layer_id].is_swa

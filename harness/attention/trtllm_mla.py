@@ -11,9 +11,9 @@ from torch.nn.functional import pad
 from harness.attention.metadata import Metadata
 from harness.attention.paged_backend import PagedBackend
 from harness.errors import ContractError, rejected
-from harness.upstream.base_attn_backend import AttentionLayer
 from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode
 from harness.upstream.memory_pool import MLATokenToKVPool
+from harness.upstream.radix_attention import RadixAttention
 
 
 class TRTLLMMLABackend(PagedBackend):
@@ -58,7 +58,7 @@ class TRTLLMMLABackend(PagedBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: AttentionLayer,
+        layer: RadixAttention,
         batch: ForwardBatch,
         save_kv_cache: bool = True,
         **kwargs: Any,
@@ -87,7 +87,7 @@ class TRTLLMMLABackend(PagedBackend):
         self,
         q: torch.Tensor,
         out_dtype: torch.dtype,
-        layer: AttentionLayer,
+        layer: RadixAttention,
         metadata: Metadata,
     ) -> torch.Tensor:
         pool, geometry = self.token_to_kv_pool, metadata.geometry
@@ -121,7 +121,7 @@ class TRTLLMMLABackend(PagedBackend):
         return pad(out, (0, 0, 0, 0, 0, 1))[metadata.unpad_rows]
 
 
-def _check_layer(layer: AttentionLayer) -> None:
+def _check_layer(layer: RadixAttention) -> None:
     """Refuse what no MLA kernel computes, rather than leave it out."""
     if layer.sliding_window_size >= 0:
         accepted = "-1: every key is seen"

@@ -13,8 +13,9 @@ from harness.differential.forward_batches import make_batch, pad_batch
 from harness.differential.inputs import Requests, World
 from harness.differential.invariants import check_frozen, check_padding, frozen
 from harness.differential.pool_state import Stage, set_stage
+from harness.differential.rig import Rig, build, build_runner
 from harness.graphs.runner import GraphRunner
-from harness.subjects import Rig, Subject, build, build_runner
+from harness.subjects import Subject
 from harness.upstream.forward_batch_info import DraftOutput, ForwardBatch, LogitsProcessorOutput
 from harness.upstream.memory_pool import SWAKVPool
 

@@ -15,8 +15,9 @@ from harness.differential.expected import Expected, expect
 from harness.differential.forward import Performance
 from harness.differential.inputs import Requests, World
 from harness.differential.invariants import check_metadata, check_writes
+from harness.differential.invariants.memory import check_semaphores
 from harness.differential.pool_state import Stage
-from harness.kernels.workspace import check_semaphores, shared_workspaces
+from harness.kernels.workspace import shared_workspaces
 from harness.upstream.forward_batch_info import DraftOutput, LogitsProcessorOutput
 from harness.upstream.memory_pool import MLATokenToKVPool, SWAKVPool
 

@@ -6,13 +6,13 @@ import torch
 
 from harness.core.case import Case, Family
 from harness.differential.inputs import ROPE_THETA, ProbeWeights
-from harness.upstream.base_attn_backend import AttentionLayer
 from harness.upstream.forward_batch_info import (
     EagleDraftExtendInput,
     EagleDraftInput,
     ForwardBatch,
     LogitsProcessorOutput,
 )
+from harness.upstream.radix_attention import RadixAttention
 
 
 class ProbeModel:
@@ -58,7 +58,7 @@ class ProbeModel:
 
     def _attend(
         self,
-        layer: AttentionLayer,
+        layer: RadixAttention,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
         batch: ForwardBatch,
@@ -89,10 +89,10 @@ def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return torch.cat(turned, -1).to(x.dtype)
 
 
-def _layer(case: Case, layer_id: int, scaling: float, sinks: torch.Tensor | None) -> AttentionLayer:
+def _layer(case: Case, layer_id: int, scaling: float, sinks: torch.Tensor | None) -> RadixAttention:
     mla = case.family is Family.MLA
     windowed = layer_id % 2 == 1
-    return AttentionLayer(
+    return RadixAttention(
         layer_id=layer_id,
         tp_q_head_num=case.num_q_heads,
         tp_k_head_num=1 if mla else case.num_kv_heads,

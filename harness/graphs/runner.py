@@ -1,4 +1,4 @@
-"""A runner: one graph a bucket of batch sizes, over one set of static buffers.
+"""A runner: one graph for each bucket of batch sizes, over one set of static buffers.
 
 Four verbs. *prepare* checks a batch, fills the buffers and plans on the host; *record* captures
 the device side of planning and the forward; *copy* pours a batch into static memory and never
@@ -7,56 +7,174 @@ rebinds it; *pad* returns the stale tail to its declared value first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from harness.errors import CapacityError, ContractError, rejected
-from harness.graphs.captured_phase import Backend, Output, Phase
-from harness.graphs.static_inputs import Extent, StaticInputs
-from harness.upstream.forward_batch_info import ForwardBatch
+from harness.errors import CapacityError, ContractError, UsageError, rejected
+from harness.graphs.graph import Graph, GraphFactory
+from harness.graphs.static_inputs import Extent, Field, Rows, StaticInputs
+from harness.upstream.allocator import ReqToTokenPool
+from harness.upstream.base_attn_backend import AttentionBackend, MultiStepDraftBackend
+from harness.upstream.forward_batch_info import (
+    DraftOutput,
+    ForwardBatch,
+    ForwardMode,
+    LogitsProcessorOutput,
+)
+from harness.upstream.memory_pool import KVPool
 
-T = TypeVar("T")
-
-
-class Graph(Protocol):
-    """Something recorded once and replayed on the same memory."""
-
-    def warm_up(self, run: Callable[[], object]) -> None:
-        """Run once, unrecorded, as a capture wants it."""
-        ...
-
-    def capture(self, run: Callable[[], T]) -> T:
-        """Record ``run`` and return its outputs, whose storage every replay writes to."""
-        ...
-
-    def replay(self) -> None:
-        """Run the recording on whatever its inputs hold now."""
-        ...
+Output = TypeVar("Output", LogitsProcessorOutput, DraftOutput)
+Backend = TypeVar("Backend", bound=AttentionBackend | MultiStepDraftBackend)
 
 
-GraphFactory = Callable[[], Graph]
-
-
-class GraphRunner(Phase[Output, Backend]):
+class GraphRunner(ABC, Generic[Output, Backend]):
     """Captures a forward for some batch sizes and replays it for any batch that fits.
 
+    A subclass says what its phase of speculative decoding needs: its static inputs, the batch that
+    is captured and which rows of an output are real.
+
     Args:
-        **phase: what ``Phase`` takes.
+        forward: the model's forward including attention, called after metadata is planned.
+        attn_backend: plans the metadata that ``forward`` reads.
+        new_graph: makes an empty graph.
+        capture_bs: batch sizes to capture, positive and unique.
+        req_to_token_pool: the request-to-token table the captured batches refer to.
+        token_to_kv_pool: the KV pool of the model that runs.
+        mode: the phase the graphs serve, one of ``modes``.
+        num_tokens_per_req: query tokens a request; the most of them where they are ragged.
+        hidden_size: width of the hidden states fed in, None where none are.
+        hidden_dtype: their dtype.
+        device: where the static buffers live.
 
     Attributes:
+        modes: the phases this kind of runner serves.
         graphs: the captured graph of each bucket.
         captured_outputs: what each capture returned; replays write here.
+
+    Raises:
+        UsageError: no batch size to capture, one that is not positive or comes twice, a mode of
+            another runner, or no query token a request.
     """
 
-    def __init__(self, **phase: Any) -> None:
-        super().__init__(**phase)
+    modes: tuple[ForwardMode, ...]
+
+    def __init__(
+        self,
+        *,
+        forward: Callable[[ForwardBatch], Output],
+        attn_backend: Backend,
+        new_graph: GraphFactory,
+        capture_bs: Sequence[int],
+        req_to_token_pool: ReqToTokenPool,
+        token_to_kv_pool: KVPool,
+        mode: ForwardMode,
+        num_tokens_per_req: int = 1,
+        hidden_size: int | None = None,
+        hidden_dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        sizes = tuple(sorted(capture_bs))
+        if not sizes or sizes[0] < 1 or len(set(sizes)) < len(sizes):
+            raise UsageError(rejected("capture_bs", tuple(capture_bs), "positive, unique sizes"))
+        if num_tokens_per_req < 1:
+            raise UsageError(rejected("num_tokens_per_req", num_tokens_per_req, "at least 1"))
+        if mode not in self.modes:
+            raise UsageError(rejected("mode", mode, self.modes))
+        self.forward: Callable[[ForwardBatch], Output] = forward
+        self.attn_backend: Backend = attn_backend
+        self.new_graph = new_graph
+        self.capture_bs, self.mode, self.num_tokens_per_req = sizes, mode, num_tokens_per_req
+        self.req_to_token_pool, self.token_to_kv_pool = req_to_token_pool, token_to_kv_pool
+        self.hidden_size, self.hidden_dtype = hidden_size, hidden_dtype
+        self.device = torch.device(device)
         self.graphs: dict[int, Graph] = {}
         self.captured_outputs: dict[int, Output] = {}
         self._batches: dict[int, ForwardBatch] = {}
         self._prepared: Extent | None = None
         self.inputs = StaticInputs(self.fields(), self._full(self.capture_bs[-1]), self.device)
+
+    @abstractmethod
+    def fields(self) -> tuple[Field, ...]:
+        """The static inputs, a row each."""
+
+    @abstractmethod
+    def static_batch(self, extent: Extent) -> ForwardBatch:
+        """The batch that is captured: a bucket's part of every static input."""
+
+    @abstractmethod
+    def trim(self, output: Output, extent: Extent) -> Output:
+        """Copies of the rows that are real."""
+
+    def misfit(self, batch: ForwardBatch) -> str | None:
+        """Why the batch is not of the shape that was captured, or None."""
+        bs, tokens = batch.batch_size, self.num_tokens(batch)
+        if batch.forward_mode is not self.mode:
+            return rejected("forward_mode", batch.forward_mode, repr(self.mode))
+        if bs < 1:
+            return rejected("batch_size", bs, "at least 1")
+        if tokens not in self.token_counts(bs):
+            return rejected("query tokens", tokens, f"{self.token_counts(bs)} for {bs} requests")
+        return None
+
+    def num_tokens(self, batch: ForwardBatch) -> int:
+        """Query tokens, told by the cache slots because token ids may come late."""
+        return batch.out_cache_loc.shape[0]
+
+    def token_counts(self, bs: int) -> range:
+        """Query tokens that a batch of ``bs`` requests may have."""
+        return range(bs * self.num_tokens_per_req, bs * self.num_tokens_per_req + 1)
+
+    def finish(self, output: Output, batch: ForwardBatch) -> Output:
+        """What a graph computes behind the forward; nothing by default."""
+        return output
+
+    def adopt_backend_buffers(self) -> None:
+        """Take in static inputs that the backend allocates; none by default."""
+        return
+
+    @property
+    def seq_len_pad(self) -> int:
+        """seq_lens of a padded request."""
+        return self.attn_backend.get_cuda_graph_seq_len_fill_value()
+
+    @property
+    def accept_pad(self) -> int:
+        """Accepted tokens of a padded request, where a phase has them."""
+        return 1
+
+    def mirrors(self, batch: ForwardBatch, extent: Extent) -> dict[str, Any]:
+        """The host's copies that a batch happens to carry, padded like the device's."""
+        missing = extent.bucket - extent.bs
+        mirrors: dict[str, Any] = {}
+        if batch.seq_lens_cpu is not None:
+            tail = batch.seq_lens_cpu.new_full((missing,), self.seq_len_pad)
+            mirrors["seq_lens_cpu"] = torch.cat((batch.seq_lens_cpu, tail))
+        if batch.seq_lens_sum is not None:
+            mirrors["seq_lens_sum"] = batch.seq_lens_sum + missing * self.seq_len_pad
+        if batch.extend_seq_lens_cpu is not None:
+            mirrors["extend_seq_lens_cpu"] = batch.extend_seq_lens_cpu + [self.accept_pad] * missing
+        return mirrors
+
+    def hidden_field(
+        self,
+        read: Callable[[ForwardBatch], torch.Tensor | None],
+        rows: Rows = Rows.REQUEST,
+    ) -> tuple[Field, ...]:
+        """The hidden states' row of ``fields``, if the phase is fed any."""
+        if self.hidden_size is None:
+            return ()
+        width, dtype = (self.hidden_size,), self.hidden_dtype
+        return (Field(name="hidden_states", read=read, pad=0, dtype=dtype, rows=rows, width=width),)
+
+    def hidden_misfit(self, hidden_states: torch.Tensor | None) -> str | None:
+        """Why hidden states are given where none were captured, or the reverse, or None."""
+        if (hidden_states is None) is (self.hidden_size is None):
+            return None
+        given = None if hidden_states is None else tuple(hidden_states.shape)
+        return rejected("hidden_states", given, f"hidden_size = {self.hidden_size}, as captured")
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What a device offers: real kernels and CUDA graphs, or their stand-ins."""
+"""Which kernels a device has: the real one, or the strict reference in its place."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ import torch
 
 from harness.core.capability import Capability
 from harness.core.case import Family
-from harness.graphs.cuda import CudaGraph
-from harness.graphs.runner import GraphFactory
-from harness.graphs.tape import Tape
 from harness.kernels.flash_mla import FlashMLA
 from harness.kernels.flashinfer_xqa import FlashInferXQA
 from harness.kernels.interface import Provider
@@ -42,8 +39,3 @@ def new_provider(family: Family, capability: Capability, device: torch.device | 
     """
     maker = real_kernel(family, capability.name, device)
     return TorchPaged(capability) if maker is None else maker(device)
-
-
-def new_graph(device: torch.device | str) -> GraphFactory:
-    """What captures on this device: a tape on a CPU, a CUDA graph on a GPU."""
-    return Tape if torch.device(device).type == "cpu" else partial(CudaGraph, device)

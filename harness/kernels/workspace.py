@@ -9,12 +9,10 @@ the workspace is allocated, never by a recorded operation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from harness.differential.invariants.classes import LIFETIME
 from harness.errors import CaptureViolation, UsageError, rejected
 from harness.kernels.paged_kv import is_readable
 
@@ -76,14 +74,3 @@ def workspace(family: str, device: torch.device) -> Workspace:
 def shared_workspaces() -> tuple[Workspace, ...]:
     """Every workspace that has been asked for."""
     return tuple(_SHARED.values())
-
-
-def check_semaphores(workspaces: Iterable[Workspace]) -> list[str]:
-    """Between launches every semaphore of every workspace is zero; reads the device."""
-    found = []
-    for shared in workspaces:
-        dirty = shared.semaphores.nonzero().flatten()
-        if dirty.numel():
-            where = f"byte {int(dirty[0])} and {dirty.numel() - 1} more"
-            found.append(f"semaphores of {shared.name}: {where} are not 0 [{LIFETIME}]")
-    return found

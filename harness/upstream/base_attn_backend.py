@@ -4,43 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode, SpecInput
+from harness.upstream.radix_attention import RadixAttention
 
 MIRRORED_SGLANG_VERSION = "0.5.14"
-
-
-@dataclass(frozen=True)
-class AttentionLayer:
-    """One attention layer of a model, as a backend sees it (SGLang's RadixAttention).
-
-    Args:
-        layer_id: index into the KV pool.
-        tp_q_head_num: query heads on this rank.
-        tp_k_head_num: KV heads on this rank; 1 for MLA.
-        head_dim: query/key size a head; for absorbed MLA kv_lora_rank + qk_rope_head_dim.
-        v_head_dim: value size a head; for absorbed MLA kv_lora_rank.
-        scaling: softmax scale.
-        sliding_window_size: keys seen to the left besides the query itself, -1 for all.
-        k_scale: per-tensor scale of cached keys.
-        v_scale: per-tensor scale of cached values.
-        sinks: [tp_q_head_num] float32 attention sinks, or None.
-    """
-
-    layer_id: int
-    tp_q_head_num: int
-    tp_k_head_num: int
-    head_dim: int
-    v_head_dim: int
-    scaling: float
-    sliding_window_size: int = -1
-    k_scale: float = 1.0
-    v_scale: float = 1.0
-    sinks: torch.Tensor | None = None
 
 
 class AttentionBackend(ABC):
@@ -141,7 +112,7 @@ class AttentionBackend(ABC):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: AttentionLayer,
+        layer: RadixAttention,
         batch: ForwardBatch,
         save_kv_cache: bool = True,
         **kwargs: Any,
@@ -170,7 +141,7 @@ class AttentionBackend(ABC):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: AttentionLayer,
+        layer: RadixAttention,
         batch: ForwardBatch,
         save_kv_cache: bool = True,
         **kwargs: Any,
@@ -183,7 +154,7 @@ class AttentionBackend(ABC):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: AttentionLayer,
+        layer: RadixAttention,
         batch: ForwardBatch,
         save_kv_cache: bool = True,
         **kwargs: Any,

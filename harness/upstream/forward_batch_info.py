@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum, auto
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from harness.upstream.base_attn_backend import AttentionBackend
-    from harness.upstream.memory_pool import KVPool
 from harness.upstream.allocator import ReqToTokenPool
+from harness.upstream.memory_pool import KVPool
+from harness.upstream.radix_attention import RadixAttention
 
 
 class ForwardMode(IntEnum):
@@ -106,6 +105,23 @@ class EagleDraftExtendInput:
 SpecInput = EagleDraftInput | EagleVerifyInput | EagleDraftExtendInput
 
 
+class Attention(Protocol):
+    """Whatever runs attention for a forward; a backend's other methods are in its own module."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attention of one layer, [T, heads * v_head_dim]."""
+        ...
+
+
 @dataclass
 class ForwardBatch:
     """One forward of bs requests and T query tokens.
@@ -140,13 +156,12 @@ class ForwardBatch:
     out_cache_loc: torch.Tensor
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool: KVPool
-    attn_backend: AttentionBackend | None = None
+    attn_backend: Attention | None = None
     seq_lens_cpu: torch.Tensor | None = None
     seq_lens_sum: int | None = None
     extend_seq_lens: torch.Tensor | None = None
     extend_seq_lens_cpu: list[int] | None = None
     spec_info: SpecInput | None = None
-    out_cache_loc_swa: torch.Tensor | None = field(default=None, repr=False)
 
     def with_changes(self, **changes: Any) -> ForwardBatch:
         """A shallow copy; tensors are shared."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from harness.errors import UsageError, rejected
-from harness.upstream.base_attn_backend import AttentionLayer
+from harness.upstream.radix_attention import RadixAttention
 
 
 def quantize(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
@@ -59,7 +59,7 @@ class MHATokenToKVPool:
         )
 
     def set_kv_buffer(
-        self, layer: AttentionLayer, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, layer: RadixAttention, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:
         """Write k and v [T, kv_heads, head_dim] to slots loc [T] int64."""
         self.k_buffer[layer.layer_id][loc] = quantize(k, layer.k_scale, self.dtype)
@@ -97,7 +97,7 @@ class MLATokenToKVPool:
         return buffer.view(self.num_pages, self.page_size, buffer.shape[1])
 
     def set_mla_kv_buffer(
-        self, layer: AttentionLayer, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor
+        self, layer: RadixAttention, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor
     ) -> None:
         """Write latent [T, kv_lora_rank] and rotary key [T, qk_rope_head_dim] to loc [T] int64."""
         row = torch.cat((k_nope.flatten(1), k_rope.flatten(1)), dim=-1)
@@ -162,7 +162,7 @@ class SWAKVPool:
 
     def set_kv_buffer(
         self,
-        layer: AttentionLayer,
+        layer: RadixAttention,
         loc: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,

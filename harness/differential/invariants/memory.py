@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from harness.differential.invariants.classes import ACCOUNTING, INDEX_SPACE, LIFETIME, PADDING
+from harness.kernels.workspace import Workspace
 
 PADDING_SLOT = 0
 
@@ -122,3 +123,14 @@ def _bits(buffer: torch.Tensor) -> torch.Tensor:
     words = (torch.int64, torch.int32, torch.int16)
     size = rows.shape[1] * rows.element_size()
     return rows.view(next((word for word in words if size % word.itemsize == 0), torch.uint8))
+
+
+def check_semaphores(workspaces: Iterable[Workspace]) -> list[str]:
+    """Between launches every semaphore of every workspace is zero; reads the device."""
+    found = []
+    for shared in workspaces:
+        dirty = shared.semaphores.nonzero().flatten()
+        if dirty.numel():
+            where = f"byte {int(dirty[0])} and {dirty.numel() - 1} more"
+            found.append(f"semaphores of {shared.name}: {where} are not 0 [{LIFETIME}]")
+    return found

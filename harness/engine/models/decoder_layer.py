@@ -18,15 +18,15 @@ from harness.engine.models.layers import (
     rms_norm,
     rotation,
 )
-from harness.upstream.base_attn_backend import AttentionLayer
 from harness.upstream.forward_batch_info import ForwardBatch, LogitsProcessorOutput
+from harness.upstream.radix_attention import RadixAttention
 
 
 class Layer(Protocol):
     """One decoder layer."""
 
     @property
-    def attention(self) -> AttentionLayer:
+    def attention(self) -> RadixAttention:
         """The layer as a backend and a KV pool see it."""
         ...
 

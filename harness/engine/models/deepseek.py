@@ -15,8 +15,8 @@ from harness.engine.models.layers import (
     swiglu,
     under,
 )
-from harness.upstream.base_attn_backend import AttentionLayer
 from harness.upstream.forward_batch_info import ForwardBatch
+from harness.upstream.radix_attention import RadixAttention
 
 
 class LatentAttention:
@@ -32,7 +32,7 @@ class LatentAttention:
         halves = (config.qk_nope_head_dim, config.v_head_dim)
         per_head = weights["kv_b_proj.weight"].unflatten(0, (-1, sum(halves)))
         self.w_kc, self.w_vc = per_head.split(halves, 1)
-        self.attention = AttentionLayer(
+        self.attention = RadixAttention(
             layer_id=layer_id,
             tp_q_head_num=config.num_attention_heads,
             tp_k_head_num=1,
@@ -74,7 +74,7 @@ class DeepseekLayer:
         self.self_attn = LatentAttention(config, layer_id, under(weights, "self_attn."))
 
     @property
-    def attention(self) -> AttentionLayer:
+    def attention(self) -> RadixAttention:
         """The layer as a backend sees it."""
         return self.self_attn.attention
 

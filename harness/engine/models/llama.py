@@ -15,8 +15,8 @@ from harness.engine.models.layers import (
     swiglu,
     under,
 )
-from harness.upstream.base_attn_backend import AttentionLayer
 from harness.upstream.forward_batch_info import ForwardBatch
+from harness.upstream.radix_attention import RadixAttention
 
 
 class LlamaLayer:
@@ -25,7 +25,7 @@ class LlamaLayer:
     def __init__(self, config: LlamaConfig, layer_id: int, weights: Weights) -> None:
         self.eps = config.rms_norm_eps
         self.weights = weights
-        self.attention = AttentionLayer(
+        self.attention = RadixAttention(
             layer_id=layer_id,
             tp_q_head_num=config.num_attention_heads,
             tp_k_head_num=config.num_key_value_heads,

@@ -10,7 +10,8 @@ import torch
 
 from fixtures.drivers.forward_cost import Bench
 from harness.core.case import Case, Family, Mode
-from harness.subjects import GRAPH_MODES, build_runner
+from harness.differential.rig import build_runner
+from harness.subjects import GRAPH_MODES
 
 SUBJECT = {Family.MHA: "trtllm_mha/xqa", Family.MLA: "trtllm_mla/trtllm_gen"}
 # Three ragged requests in a bucket of four; no accept length reaches the width of four.

@@ -13,6 +13,7 @@ from fixtures.drivers.kernel_calls import CONTEXT, DECODE, MLA, MLA_CONTEXT, ROW
 from harness.core.capability import REFERENCE, device_refusal
 from harness.core.case import KVDtype
 from harness.core.environment import compute_capability
+from harness.differential.invariants.memory import check_semaphores
 from harness.kernels.checked import CheckedProvider
 from harness.kernels.flash_mla import FlashMLA
 from harness.kernels.flashinfer_xqa import FlashInferXQA
@@ -20,7 +21,7 @@ from harness.kernels.limits.__main__ import AGREES, worst_row
 from harness.kernels.limits.random_calls import Call, Shape, draw
 from harness.kernels.reference import TorchPaged
 from harness.kernels.trtllm_gen import CAPABILITIES
-from harness.kernels.workspace import check_semaphores, shared_workspaces
+from harness.kernels.workspace import shared_workspaces
 
 Kind = Callable[[torch.device], CheckedProvider]
 

@@ -11,7 +11,7 @@ from fixtures.drivers.tiny_models import TINY_PAIRS
 from fixtures.models import dense
 from harness.engine.models.loader import random_pair
 from harness.graphs.tape import Tape
-from harness.upstream.base_attn_backend import AttentionLayer
+from harness.upstream.radix_attention import RadixAttention
 
 FAMILIES = tuple(TINY_PAIRS)
 TEXT = torch.tensor([5, 96, 0, 17, 17, 3, 60, 8, 41])
@@ -54,11 +54,11 @@ class Spy:
 
 HANDED = {
     "gqa": (
-        lambda i: AttentionLayer(i, 4, 2, 16, 16, 0.25),
+        lambda i: RadixAttention(i, 4, 2, 16, 16, 0.25),
         {"q": (9, 4, 16), "k": (9, 2, 16), "v": (9, 2, 16)},
     ),
     "mla": (
-        lambda i: AttentionLayer(i, 4, 1, 80, 64, 40**-0.5),
+        lambda i: RadixAttention(i, 4, 1, 80, 64, 40**-0.5),
         {
             "q": (9, 4, 64),
             "k": (9, 1, 64),

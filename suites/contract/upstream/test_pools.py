@@ -10,8 +10,8 @@ import torch
 from fixtures.toys.toy_attention import PAGE, mha_layer, mha_pool, mla_layer
 from harness.errors import CapacityError, ContractError
 from harness.upstream.allocator import PADDING_SLOT, PagedAllocator, ReqToTokenPool
-from harness.upstream.base_attn_backend import AttentionLayer
 from harness.upstream.memory_pool import MHATokenToKVPool, MLATokenToKVPool, quantize
+from harness.upstream.radix_attention import RadixAttention
 
 FP8 = torch.float8_e4m3fn
 
@@ -104,7 +104,7 @@ def test_keys_and_values_have_their_own_scales_and_sizes() -> None:
     sizes = {"num_pages": 3, "page_size": PAGE, "num_layers": 1, "num_kv_heads": 2}
     pool = MHATokenToKVPool(**sizes, head_dim=8, v_head_dim=4, dtype=FP8)
     (k, v), loc = (torch.full((2, 2, 8), 6.0), torch.full((2, 2, 4), 6.0)), torch.tensor([9, 4])
-    pool.set_kv_buffer(AttentionLayer(0, 4, 2, 8, 4, 0.4, k_scale=0.5, v_scale=2.0), loc, k, v)
+    pool.set_kv_buffer(RadixAttention(0, 4, 2, 8, 4, 0.4, k_scale=0.5, v_scale=2.0), loc, k, v)
     assert pool.k_buffer[0][loc].float().unique().tolist() == [12.0]
     assert pool.v_buffer[0][loc].float().unique().tolist() == [3.0]
     assert [buffer.shape for buffer in pool.get_kv_buffer(0)] == [(3, 4, 2, 8), (3, 4, 2, 4)]
@@ -122,7 +122,7 @@ def test_mla_stores_the_latent_and_the_rotary_key_side_by_side_under_the_keys_sc
         torch.full((2, 1, 4), -5.0),
         torch.tensor([6, 9]),
     )
-    layer = AttentionLayer(1, 4, 1, 20, 16, 0.3, k_scale=0.5, v_scale=7.0)
+    layer = RadixAttention(1, 4, 1, 20, 16, 0.3, k_scale=0.5, v_scale=7.0)
     pool.set_mla_kv_buffer(layer, loc, latent, rope)
     assert not pool.kv_buffer[0].float().any()
     stored = pool.kv_buffer[1].float()

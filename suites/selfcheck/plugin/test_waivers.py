@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from fixtures.plan import trials
 from fixtures.pytest_plugin.goldens import PAIRS, prompts
 from fixtures.pytest_plugin.waivers import idle
 from fixtures.tables import waivers
-from fixtures.plan import trials
 from fixtures.tables.waivers import WAIVERS, Waiver
 from harness.core.case import Execution
 from harness.core.record import Verdict, read_records
