@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ci.bench import latency_table, outputs
-from ci.nightly.checks import ROOT
 from ci.nightly.stages import BENCH, Stage
 from ci.summary import census
+from harness.core.paths import ROOT
 from harness.core.record import Record, read_records
 
 RECORDS = "records.jsonl"

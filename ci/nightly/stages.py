@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ci.nightly.checks import ROOT
 from ci.nightly.machine import Machine
+from harness.core.paths import ROOT
 from harness.errors import UsageError, rejected
 
 DIFFERENTIAL = ("suites/differential", "suites/graphs", "suites/speculative", "suites/contract")

@@ -1,11 +1,11 @@
-"""Metadata of captured graphs: a place a phase, and the slice of it each bucket was given."""
+"""Metadata of captured graphs: buffers for each phase, and the slice that each bucket was given."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from harness.attention.geometry import Geometry
-from harness.attention.metadata import Metadata, Sheet
+from harness.attention.metadata import Metadata, MetadataBuffers
 from harness.attention.metadata_writer import MetadataWriter
 from harness.errors import CapacityError, ContractError, rejected
 from harness.upstream.forward_batch_info import ForwardMode
@@ -19,24 +19,24 @@ CAPTURED_MODES = (
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a mode is planned: a phase of a sheet.
+class BufferSlice:
+    """Where a mode is planned: one phase of some buffers.
 
     Args:
-        sheet: the memory.
+        buffers: the memory.
         largest: what it was made for.
-        phase: which of the sheet's phases.
-        covers: keys beyond ``seq_lens`` that the sheet's table holds, None for the mode's own.
+        phase: which of the buffers' phases.
+        num_table_keys: keys beyond ``seq_lens`` that the page table holds, None for the mode's own.
     """
 
-    sheet: Sheet
+    buffers: MetadataBuffers
     largest: Geometry
     phase: int = 0
-    covers: int | None = None
+    num_table_keys: int | None = None
 
 
 class Buckets:
-    """One metadata object a captured (phase, batch size); phases share memory only where settled.
+    """One metadata object for each captured (phase, batch size); phases share memory if told to.
 
     Args:
         writer: allocates the memory.
@@ -47,7 +47,7 @@ class Buckets:
         self._writer = writer
         self._padded_modes = padded_modes
         self._limits = {"bs": 0, "num_tokens": 0}
-        self._places: dict[ForwardMode, Place] = {}
+        self._slices: dict[ForwardMode, BufferSlice] = {}
         self._captured: dict[tuple[ForwardMode, int], Metadata] = {}
 
     def allocate(self, max_bs: int, max_num_tokens: int) -> None:
@@ -59,9 +59,9 @@ class Buckets:
         asked = {"bs": max_bs, "num_tokens": max_num_tokens}
         self._limits = {name: max(asked[name], held) for name, held in self._limits.items()}
 
-    def settle(self, mode: ForwardMode, place: Place) -> None:
-        """Plan captures to come of a mode in a place that others share."""
-        self._places[mode] = place
+    def use_shared(self, mode: ForwardMode, shared: BufferSlice) -> None:
+        """Plan a mode captured from now on in buffers that others share."""
+        self._slices[mode] = shared
 
     def capture(self, geometry: Geometry) -> None:
         """Slice the memory for a bucket.
@@ -70,20 +70,20 @@ class Buckets:
             ContractError: no room was asked for, or the phase is never captured.
             CapacityError: the bucket is larger than the room.
         """
-        place = self._place(geometry.forward_mode)
+        held = self._slice(geometry.forward_mode)
         for field in self._limits:
-            value, limit = getattr(geometry, field), getattr(place.largest, field)
+            value, limit = getattr(geometry, field), getattr(held.largest, field)
             if value > limit:
                 accepted = f"<= {limit}, as init_cuda_graph_state was told"
                 raise CapacityError(rejected(field, value, accepted))
-        if place.covers is not None:
-            geometry = replace(geometry, table_headroom=place.covers - geometry.kv_offset)
+        if held.num_table_keys is not None:
+            geometry = replace(geometry, table_headroom=held.num_table_keys - geometry.kv_offset)
         key = geometry.forward_mode, geometry.bs
-        self._captured[key] = place.sheet.cut(geometry, place.phase)
+        self._captured[key] = held.buffers.slice(geometry, held.phase)
 
-    def _place(self, mode: ForwardMode) -> Place:
-        held = self._places.get(mode)
-        if held is not None and (held.covers is not None or self._holds(held.largest)):
+    def _slice(self, mode: ForwardMode) -> BufferSlice:
+        held = self._slices.get(mode)
+        if held is not None and (held.num_table_keys is not None or self._holds(held.largest)):
             return held
         bs, tokens = self._limits.values()
         if mode not in CAPTURED_MODES or not bs:
@@ -97,8 +97,8 @@ class Buckets:
             max_q_len=-(-tokens // bs),
             pads_queries=mode in self._padded_modes,
         )
-        self._places[mode] = Place(self._writer.sheet(largest), largest)
-        return self._places[mode]
+        self._slices[mode] = BufferSlice(self._writer.new_buffers(largest), largest)
+        return self._slices[mode]
 
     def _holds(self, largest: Geometry) -> bool:
         return all(getattr(largest, name) >= value for name, value in self._limits.items())

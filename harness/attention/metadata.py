@@ -1,4 +1,4 @@
-"""Attention metadata: what every layer of a planned forward reads, and the sheets it lies on."""
+"""Attention metadata: what every layer of a planned forward reads, and the memory it lies in."""
 
 from __future__ import annotations
 
@@ -8,6 +8,44 @@ import torch
 
 from harness.attention.geometry import Geometry
 from harness.kernels.shape_checks import mask_words
+from harness.upstream.memory_pool import SWAKVPool
+
+CHUNK = 256
+"""Columns of a page table that one program of the Triton fill writes at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableLayout:
+    """Of a page table, and where its pages come from.
+
+    Args:
+        req_to_token: [requests, tokens] int32.
+        page_size: tokens per page.
+        width: columns of the page table.
+        swa_pool: the pool whose mapping translates pages and write locations, or None.
+    """
+
+    req_to_token: torch.Tensor
+    page_size: int
+    width: int
+    swa_pool: SWAKVPool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FillInputs:
+    """What a fill of metadata reads.
+
+    Args:
+        req_pool_indices: [bs] int64.
+        seq_lens: [bs] int64.
+        query_lens: [bs] integers where queries are ragged, else None.
+        out_cache_loc: at least [T] int64, phase after phase.
+    """
+
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+    query_lens: torch.Tensor | None
+    out_cache_loc: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +63,7 @@ class Metadata:
         pad_rows: [bs * max_q_len] int64, the query row each row of padded queries repeats.
         unpad_rows: [T] int64, the padded row of each query row; bs * max_q_len for none.
         packed_mask: see ``packed_causal_mask``; None where the kernel is causal by itself.
-        filled: see ``Sheet``.
+        filled: see ``MetadataBuffers``.
     """
 
     geometry: Geometry
@@ -52,7 +90,7 @@ def packed_causal_mask(bs: int, q_len: int, device: torch.device | str) -> torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sheet:
+class MetadataBuffers:
     """Memory of phases that read one page table: S phases of at most ``rows`` requests.
 
     Args:
@@ -85,7 +123,7 @@ class Sheet:
         """The most requests."""
         return self.page_table.shape[0]
 
-    def cut(self, geometry: Geometry, phase: int = 0) -> Metadata:
+    def slice(self, geometry: Geometry, phase: int = 0) -> Metadata:
         """The leading rows of a phase, sharing its memory; the mask is its own."""
         bs, tokens = geometry.bs, geometry.num_tokens
         padded = (bs * geometry.max_q_len, tokens) if geometry.pads_queries else (0, 0)

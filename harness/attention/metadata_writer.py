@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from harness.attention.geometry import Geometry
-from harness.attention.metadata import Metadata, Sheet
-from harness.upstream.memory_pool import SWAKVPool
+from harness.attention.metadata import CHUNK, FillInputs, Metadata, MetadataBuffers, TableLayout
 
-# Columns of a page table that one program of the fused fill writes at a time, how many programs a
-# table gets, and how many of them a row gets at least.
-CHUNK, TABLE_PROGRAMS, ROW_PROGRAMS = 256, 2048, 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """What a fill reads.
-
-    Args:
-        req_pool_indices: [bs] int64.
-        seq_lens: [bs] int64.
-        query_lens: [bs] integers where queries are ragged, else None.
-        out_cache_loc: at least [T] int64, phase after phase.
-    """
-
-    req_pool_indices: torch.Tensor
-    seq_lens: torch.Tensor
-    query_lens: torch.Tensor | None
-    out_cache_loc: torch.Tensor
+TABLE_PROGRAMS, ROW_PROGRAMS = 2048, 8
+"""Programs of the Triton fill for each table, and for each row of it at least."""
 
 
 class MetadataWriter:
@@ -39,38 +19,27 @@ class MetadataWriter:
     On a GPU the fill is one Triton launch, elsewhere it is torch operations; both leave the same.
 
     Args:
-        req_to_token: [requests, tokens] int32.
-        page_size: tokens a page.
-        width: columns of the page table.
-        swa_pool: the pool whose mapping translates pages and write locations, or None.
+        layout: the page table's.
         needs_packed_mask: whether the kernel asks for a mask where q_len > 1.
         fused: whether to fill by Triton; by default on a GPU.
     """
 
     def __init__(
-        self,
-        req_to_token: torch.Tensor,
-        *,
-        page_size: int,
-        width: int,
-        swa_pool: SWAKVPool | None,
-        needs_packed_mask: bool,
-        fused: bool | None = None,
+        self, layout: TableLayout, *, needs_packed_mask: bool, fused: bool | None = None
     ) -> None:
-        self.req_to_token = req_to_token
-        self.page_size = page_size
-        self.width = width
-        self.swa_pool = swa_pool
+        device = layout.req_to_token.device
+        self.layout = layout
         self._needs_packed_mask = needs_packed_mask
-        self._fused = req_to_token.is_cuda if fused is None else fused
-        self._starts = torch.arange(width, device=req_to_token.device) * page_size
-        self._columns = self._starts.clamp_max(req_to_token.shape[1] - 1)
+        self._fused = layout.req_to_token.is_cuda if fused is None else fused
+        self._starts = torch.arange(layout.width, device=device) * layout.page_size
+        self._columns = self._starts.clamp_max(layout.req_to_token.shape[1] - 1)
 
-    def sheet(self, largest: Geometry, phases: int = 1) -> Sheet:
+    def new_buffers(self, largest: Geometry, phases: int = 1) -> MetadataBuffers:
         """Memory for phases of at most this geometry."""
         rows, tokens = largest.bs, largest.num_tokens
         padded = (rows * largest.max_q_len, tokens) if largest.pads_queries else (0, 0)
-        device, width = self.req_to_token.device, self.width
+        device, width = self.layout.req_to_token.device, self.layout.width
+        has_swa = self.layout.swa_pool is not None
         parts = min(-(-width // CHUNK), max(ROW_PROGRAMS, TABLE_PROGRAMS // max(1, rows)))
 
         def int32(*shape: int) -> torch.Tensor:
@@ -79,57 +48,57 @@ class MetadataWriter:
         def int64(rows: int) -> torch.Tensor:
             return torch.zeros(rows, dtype=torch.int64, device=device)
 
-        return Sheet(
+        return MetadataBuffers(
             cache_seqlens=int32(phases, rows),
             cu_seqlens_q=int32(phases, rows + 1),
             cu_seqlens_k=int32(phases, rows + 1),
             page_table=int32(rows, width),
-            swa_page_table=int32(rows, width) if self.swa_pool else None,
-            swa_out_cache_loc=int64(phases * tokens) if self.swa_pool else None,
+            swa_page_table=int32(rows, width) if has_swa else None,
+            swa_out_cache_loc=int64(phases * tokens) if has_swa else None,
             pad_rows=int64(padded[0]),
             unpad_rows=int64(padded[1]),
             filled=int32(rows, parts),
             needs_packed_mask=self._needs_packed_mask,
         )
 
-    def fill(self, phases: Sequence[Metadata], source: Source, *, table: bool = True) -> None:
-        """Write every tensor of the phases, which lie one after another on one sheet.
+    def fill(self, phases: Sequence[Metadata], inputs: FillInputs, *, table: bool = True) -> None:
+        """Write every tensor of the phases, which lie one after another in one MetadataBuffers.
 
         Args:
             phases: of one batch, with the same table.
-            source: the batch.
+            inputs: of the batch.
             table: whether the page table is due; lengths always are.
         """
         if self._fused:
             from harness.attention.triton_fill import fill_fused
 
-            fill_fused(self, phases, source, table=table)
+            fill_fused(self.layout, phases, inputs, table=table)
         else:
-            self._fill(phases, source, table=table)
+            self._fill(phases, inputs, table=table)
         if phases[0].geometry.pads_queries:
             _fill_padding(phases[0])
 
-    def _fill(self, phases: Sequence[Metadata], source: Source, *, table: bool) -> None:
+    def _fill(self, phases: Sequence[Metadata], inputs: FillInputs, *, table: bool) -> None:
         for metadata in phases:
-            _fill_lengths(metadata, source)
+            _fill_lengths(metadata, inputs)
         if not table:
             return
         metadata = phases[0]
         extra = metadata.geometry.table_offset - metadata.geometry.kv_offset
         live = self._starts < (metadata.cache_seqlens_int32 + extra)[:, None]
-        pages = self.req_to_token[source.req_pool_indices[:, None], self._columns]
-        metadata.page_table.copy_((pages // self.page_size).where(live, 0))
-        self._fill_swa(phases, live, source.out_cache_loc)
+        pages = self.layout.req_to_token[inputs.req_pool_indices[:, None], self._columns]
+        metadata.page_table.copy_((pages // self.layout.page_size).where(live, 0))
+        self._fill_swa(phases, live, inputs.out_cache_loc)
 
     def _fill_swa(
         self, phases: Sequence[Metadata], live: torch.Tensor, out_cache_loc: torch.Tensor
     ) -> None:
         table = phases[0].swa_page_table
-        if self.swa_pool is None or table is None:
+        if self.layout.swa_pool is None or table is None:
             return
-        translate = self.swa_pool.translate_loc_from_full_to_swa
-        slots = translate(phases[0].page_table.long() * self.page_size)
-        table.copy_((slots // self.page_size).where(live, 0))
+        translate = self.layout.swa_pool.translate_loc_from_full_to_swa
+        slots = translate(phases[0].page_table.long() * self.layout.page_size)
+        table.copy_((slots // self.layout.page_size).where(live, 0))
         tokens = phases[0].geometry.num_tokens
         for i, metadata in enumerate(phases):
             assert metadata.swa_out_cache_loc is not None
@@ -137,8 +106,8 @@ class MetadataWriter:
             metadata.swa_out_cache_loc.copy_(translate(own))
 
 
-def _fill_lengths(metadata: Metadata, source: Source) -> None:
-    geometry, seq_lens, query_lens = metadata.geometry, source.seq_lens, source.query_lens
+def _fill_lengths(metadata: Metadata, inputs: FillInputs) -> None:
+    geometry, seq_lens, query_lens = metadata.geometry, inputs.seq_lens, inputs.query_lens
     lengths = seq_lens + geometry.kv_offset
     if query_lens is None:
         ends = torch.arange(1, geometry.bs + 1, device=seq_lens.device) * geometry.max_q_len

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.attention.captured import Place
+from harness.attention.captured import BufferSlice
 from harness.attention.geometry import Geometry
-from harness.attention.metadata import Sheet
-from harness.attention.metadata_writer import Source
+from harness.attention.metadata import FillInputs, MetadataBuffers
 from harness.attention.paged_backend import PagedBackend
 from harness.attention.round_plan import DRAFT, RoundPlan
 from harness.attention.trtllm_mha import TRTLLMHAAttnBackend
@@ -48,7 +47,7 @@ class PagedMultiStepDraftBackend(MultiStepDraftBackend):
             raise UsageError(rejected("speculative_num_steps", speculative_num_steps, ">= 1"))
         self.topk = topk
         self._round_plan = round_plan
-        self._sheet: Sheet | None = None
+        self._buffers: MetadataBuffers | None = None
         self.speculative_num_steps = speculative_num_steps
         arguments |= {"speculative_num_steps": speculative_num_steps, "skip_prefill": True}
         self.attn_backends = [
@@ -60,7 +59,7 @@ class PagedMultiStepDraftBackend(MultiStepDraftBackend):
         """Plan every step of an eager draft."""
         for step, backend in enumerate(self.attn_backends):
             backend.init_forward_metadata(self._step_batch(batch, step))
-        self._announce(batch, None)
+        self._check_phase_order(batch, None)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate every step's buffers; captured steps read one page table."""
@@ -68,15 +67,17 @@ class PagedMultiStepDraftBackend(MultiStepDraftBackend):
         if not steps:
             return
         writer = self.attn_backends[0].writer
-        rows = max(max_bs, self._sheet.rows if self._sheet else 0)
+        rows = max(max_bs, self._buffers.rows if self._buffers else 0)
         largest = Geometry(forward_mode=ForwardMode.DECODE, bs=rows, num_tokens=rows, max_q_len=1)
         if plan is not None:
-            self._sheet = plan.sheet(writer, max_bs)
-        elif self._sheet is None or self._sheet.rows < rows:
-            self._sheet = writer.sheet(largest, phases=steps)
-        covers = steps if plan is None else plan.covers
+            self._buffers = plan.buffers(writer, max_bs)
+        elif self._buffers is None or self._buffers.rows < rows:
+            self._buffers = writer.new_buffers(largest, phases=steps)
+        num_table_keys = steps if plan is None else plan.num_table_keys
         for step, backend in enumerate(self.attn_backends):
-            backend.settle(ForwardMode.DECODE, Place(self._sheet, largest, step, covers))
+            backend.use_shared(
+                ForwardMode.DECODE, BufferSlice(self._buffers, largest, step, num_table_keys)
+            )
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
@@ -85,7 +86,7 @@ class PagedMultiStepDraftBackend(MultiStepDraftBackend):
         for step, backend in enumerate(self.attn_backends):
             backend.init_forward_metadata_out_graph(self._step_batch(batch, step), in_capture)
         if not in_capture:
-            self._announce(batch, batch.seq_lens.shape[0])
+            self._check_phase_order(batch, batch.seq_lens.shape[0])
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """Fill every step's metadata, and what the round shares, at once."""
@@ -98,17 +99,17 @@ class PagedMultiStepDraftBackend(MultiStepDraftBackend):
         bs = phases[0].geometry.bs
         if self._round_plan is not None:
             phases.append(self._round_plan.verify(bs))
-        source = Source(
+        inputs = FillInputs(
             req_pool_indices=batch.req_pool_indices[:bs],
             seq_lens=batch.seq_lens[:bs],
             query_lens=None,
             out_cache_loc=batch.out_cache_loc,
         )
-        self.attn_backends[0].writer.fill(phases, source)
+        self.attn_backends[0].writer.fill(phases, inputs)
 
-    def _announce(self, batch: ForwardBatch, bucket: int | None) -> None:
+    def _check_phase_order(self, batch: ForwardBatch, bucket: int | None) -> None:
         if self._round_plan is not None and not batch.forward_mode.is_idle():
-            self._round_plan.announce(DRAFT, bucket)
+            self._round_plan.check_phase_order(DRAFT, bucket)
 
     def _step_batch(self, batch: ForwardBatch, step: int) -> ForwardBatch:
         """The batch as one step sees it: its own write locations, out of the step-major ones."""

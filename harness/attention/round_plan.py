@@ -1,4 +1,4 @@
-"""Metadata of one speculative round: draft steps, verify and draft extend v2 on one sheet.
+"""Metadata of one speculative round: draft steps, verify and draft extend v2 in one set of buffers.
 
 All of them read the keys of the same requests, and the slots of the whole round are allocated
 before it starts. The draft's graph therefore fills the page table that all read, the lengths of its
@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from harness.attention.captured import Place
+from harness.attention.captured import BufferSlice
 from harness.attention.geometry import Geometry
-from harness.attention.metadata import Metadata, Sheet
+from harness.attention.metadata import Metadata, MetadataBuffers
 from harness.attention.metadata_writer import MetadataWriter
 from harness.errors import ContractError, UsageError, rejected
 from harness.upstream.forward_batch_info import ForwardMode
@@ -31,7 +31,7 @@ DRAFT, VERIFY, EXTEND = (
 
 
 class RoundPlan:
-    """The sheet, which phase of it is whose, and who has come in this round.
+    """The buffers of a round, which phase of them is whose, and what was planned in this round.
 
     Args:
         speculative_num_steps: steps of a round, 2 at least: one backend drafts.
@@ -47,61 +47,63 @@ class RoundPlan:
             raise UsageError(rejected("speculative_num_steps", speculative_num_steps, accepted))
         self.steps = speculative_num_steps - 1
         self.num_draft_tokens = num_draft_tokens
-        self._sheet: Sheet | None = None
+        self._buffers: MetadataBuffers | None = None
         self._writer: MetadataWriter | None = None
         self._verifies: dict[int, Metadata] = {}
         self._told: dict[ForwardMode, int | None] = {}
 
     @property
-    def covers(self) -> int:
+    def num_table_keys(self) -> int:
         """Keys beyond the committed ones that the table holds pages of."""
         return max(self.steps, self.num_draft_tokens)
 
-    def sheet(self, writer: MetadataWriter, max_bs: int) -> Sheet:
-        """The sheet, made for the first who asks.
+    def buffers(self, writer: MetadataWriter, max_bs: int) -> MetadataBuffers:
+        """The buffers, made for the first backend that asks.
 
         Raises:
             ContractError: a later one asks for more requests or another table.
         """
-        if writer.swa_pool is not None:
+        if writer.layout.swa_pool is not None:
             raise ContractError(rejected("token_to_kv_pool", "SWAKVPool", "a pool without windows"))
-        if self._sheet is None or self._writer is None:
+        if self._buffers is None or self._writer is None:
             self._writer = writer
-            self._sheet = writer.sheet(self._largest(VERIFY, max_bs), phases=self.steps + 2)
-        first, rows = self._writer, self._sheet.rows
+            self._buffers = writer.new_buffers(self._largest(VERIFY, max_bs), phases=self.steps + 2)
+        first, rows = self._writer, self._buffers.rows
         if max_bs > rows:
             raise ContractError(rejected("max_bs", max_bs, f"<= {rows}, as the draft was told"))
         for field in ("width", "page_size"):
-            asked, held = getattr(writer, field), getattr(first, field)
+            asked, held = getattr(writer.layout, field), getattr(first.layout, field)
             if asked != held:
                 accepted = f"{held}, as the others of its round"
                 raise ContractError(rejected(f"page table {field}", asked, accepted))
-        if writer.req_to_token is not first.req_to_token:
+        if writer.layout.req_to_token is not first.layout.req_to_token:
             raise ContractError(rejected("req_to_token", "another table", "that of its round"))
-        return self._sheet
+        return self._buffers
 
-    def places(self, writer: MetadataWriter, max_bs: int) -> dict[ForwardMode, Place]:
+    def slices(self, writer: MetadataWriter, max_bs: int) -> dict[ForwardMode, BufferSlice]:
         """Where verify and extend are planned."""
-        sheet, width = self.sheet(writer, max_bs), self.num_draft_tokens
+        buffers, width = self.buffers(writer, max_bs), self.num_draft_tokens
         # The extend's seq_lens are those of the verify and its queries.
-        offsets = ((VERIFY, self.covers), (EXTEND, self.covers - width))
+        offsets = ((VERIFY, self.num_table_keys), (EXTEND, self.num_table_keys - width))
         return {
-            mode: Place(sheet, self._largest(mode, max_bs), self.steps + i, covers)
-            for i, (mode, covers) in enumerate(offsets)
+            mode: BufferSlice(buffers, self._largest(mode, max_bs), self.steps + i, num_table_keys)
+            for i, (mode, num_table_keys) in enumerate(offsets)
         }
 
     def verify(self, bs: int) -> Metadata:
         """The verify of a bucket, as the draft fills it."""
-        assert self._sheet is not None
+        assert self._buffers is not None
         if bs not in self._verifies:
             width = self.num_draft_tokens
             geometry = replace(
-                self._largest(VERIFY, bs), kv_offset=width, table_headroom=self.covers - width
+                self._largest(VERIFY, bs),
+                kv_offset=width,
+                table_headroom=self.num_table_keys - width,
             )
-            self._verifies[bs] = self._sheet.cut(geometry, self.steps)
+            self._verifies[bs] = self._buffers.slice(geometry, self.steps)
         return self._verifies[bs]
 
-    def announce(self, mode: ForwardMode, bucket: int | None) -> None:
+    def check_phase_order(self, mode: ForwardMode, bucket: int | None) -> None:
         """Every phase tells its bucket once a round, None where it plans for itself.
 
         Draft and verify come in any order, the extend behind them. Whoever comes a second time is

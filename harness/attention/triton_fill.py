@@ -17,8 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from harness.attention.metadata import Metadata
-from harness.attention.metadata_writer import CHUNK, MetadataWriter, Source
+from harness.attention.metadata import CHUNK, FillInputs, Metadata, TableLayout
 
 LOCATIONS = 1024
 # A value that differs from batch to batch must not make another kernel: none is made in a capture.
@@ -115,7 +114,7 @@ def fill_metadata(  # type: ignore[no-untyped-def]
 
 
 def fill_fused(
-    writer: MetadataWriter, phases: Sequence[Metadata], source: Source, *, table: bool
+    layout: TableLayout, phases: Sequence[Metadata], inputs: FillInputs, *, table: bool
 ) -> None:
     """One launch of ``fill_metadata``; see ``MetadataWriter.fill``.
 
@@ -123,25 +122,25 @@ def fill_fused(
     """
     first, last = phases[0], phases[-1]
     bs, parts = last.geometry.bs, last.filled.shape[1]
-    swa = writer.swa_pool is not None and table
+    swa = layout.swa_pool is not None and table
     locations = sum(metadata.geometry.num_tokens for metadata in phases) if swa else 0
     grid = (len(phases), 1)
     if table:
         grid = (len(phases) + bs + triton.cdiv(locations, LOCATIONS), parts)
     block = triton.next_power_of_2(max(1, bs))
     # The kernel steps by one; copies are made of nothing that runners hand in.
-    seq_lens = unused = source.seq_lens.contiguous()
+    seq_lens = unused = inputs.seq_lens.contiguous()
     arguments: dict[str, Any] = {
         "bs": bs,
         "parts": parts,
         "seq_lens": seq_lens,
-        "req_pool_indices": source.req_pool_indices.contiguous(),
+        "req_pool_indices": inputs.req_pool_indices.contiguous(),
         "filled": first.filled,
         "table_offset": last.geometry.table_offset,
-        "width": writer.width,
-        "req_to_token": writer.req_to_token,
-        "request_stride": writer.req_to_token.stride(0),
-        "request_width": writer.req_to_token.shape[1],
+        "width": layout.width,
+        "req_to_token": layout.req_to_token,
+        "request_stride": layout.req_to_token.stride(0),
+        "request_width": layout.req_to_token.shape[1],
         "page_table": first.page_table,
         "last_offset": last.geometry.kv_offset,
         "last_q_len": last.geometry.max_q_len,
@@ -152,12 +151,12 @@ def fill_fused(
         "lengths": first.cache_seqlens_int32,
         "cu_q": first.cu_seqlens_q,
         "cu_k": first.cu_seqlens_k,
-        "query_lens": unused if source.query_lens is None else source.query_lens.contiguous(),
-        "swa_mapping": writer.swa_pool.full_to_swa_index_mapping if writer.swa_pool else unused,
+        "query_lens": unused if inputs.query_lens is None else inputs.query_lens.contiguous(),
+        "swa_mapping": layout.swa_pool.full_to_swa_index_mapping if layout.swa_pool else unused,
         "swa_page_table": first.page_table
         if first.swa_page_table is None
         else first.swa_page_table,
-        "out_cache_loc": source.out_cache_loc.contiguous(),
+        "out_cache_loc": inputs.out_cache_loc.contiguous(),
         "swa_out_cache_loc": unused if first.swa_out_cache_loc is None else first.swa_out_cache_loc,
         "num_locations": locations,
     }
@@ -166,9 +165,9 @@ def fill_fused(
         PHASES=len(phases),
         BLOCK=block,
         CHUNK=CHUNK,
-        PAGE=writer.page_size,
+        PAGE=layout.page_size,
         LOCATIONS=LOCATIONS,
-        RAGGED=source.query_lens is not None,
+        RAGGED=inputs.query_lens is not None,
         PADS=last.geometry.pads_queries,
         SWA=swa,
         num_warps=4 if block > 256 else 2 if table else 1,
@@ -176,7 +175,7 @@ def fill_fused(
 
 
 def _distance(tensors: Sequence[torch.Tensor]) -> int:
-    """Elements from a tensor to the next, which are a sheet's rows; 0 for one tensor."""
+    """Elements from a tensor to the next, which are rows of one buffer; 0 for one tensor."""
     if len(tensors) == 1:
         return 0
     ahead = tensors[1].data_ptr() - tensors[0].data_ptr()

@@ -6,7 +6,7 @@ from harness.core.capability import Capability
 from harness.kernels import torch_ops
 from harness.kernels.checked import CheckedProvider
 
-KERNELS = {
+FUNCTIONS = {
     "decode": torch_ops.paged_decode,
     "context": torch_ops.paged_context,
     "mla_decode": torch_ops.mla_decode,
@@ -22,4 +22,4 @@ class TorchPaged(CheckedProvider):
     """
 
     def __init__(self, capability: Capability) -> None:
-        super().__init__(capability, KERNELS)
+        super().__init__(capability, FUNCTIONS)

@@ -11,7 +11,7 @@ from fixtures.latency.latency_arms import OwnIteration
 from fixtures.latency.latency_scene import set_scene
 from fixtures.tables.latency import NUM_DRAFT_TOKENS, PAGE_SIZE, Point
 from harness.graphs.effects import observe
-from harness.subjects import new_graph
+from harness.graphs.factory import new_graph
 
 POINT = Point(context=40_000, bs=5, max_context_len=48_000)
 REPLAYS = {"cpu": 20, "cuda": 500}

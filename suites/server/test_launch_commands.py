@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fixtures.pytest_plugin.goldens import MODELS
+from harness.core.paths import MODELS
 from harness.server.launch.process import Launch, embedded
 from harness.server.launch.sglang_command import sglang
 

@@ -9,8 +9,8 @@ import sys
 import psutil
 import pytest
 
-from fixtures.pytest_plugin.goldens import MODELS
 from fixtures.pytest_plugin.poll import eventually
+from harness.core.paths import MODELS
 from harness.errors import UsageError
 from harness.server.__main__ import main
 from harness.server.engine_process import build

@@ -10,9 +10,10 @@ import pytest
 
 from fixtures.drivers.crowd import settled, together
 from fixtures.models import shipped
-from fixtures.pytest_plugin.goldens import MODELS, prompts
+from fixtures.pytest_plugin.goldens import prompts
 from fixtures.pytest_plugin.servers import FreshServer, Served
 from harness.core.case import Dtype
+from harness.core.paths import MODELS
 from harness.core.record import Verdict
 from harness.core.tolerance import tie_margin
 from harness.differential.compare import compare_tokens

@@ -28,7 +28,8 @@ from harness.errors import SpecgateError
 from harness.kernels.checked import CheckedProvider
 from harness.kernels.limits.random_calls import draw
 from harness.kernels.limits.table import Probe, probes
-from harness.kernels.registry import KERNELS, TorchPaged
+from harness.kernels.reference import FUNCTIONS, TorchPaged
+from harness.kernels.registry import KERNELS
 
 WORKERS, SECONDS = 8, 480
 AGREES = {KVDtype.AUTO: 1e-2, KVDtype.FP8: 1e-1}
@@ -78,7 +79,7 @@ class Unchecked(CheckedProvider):
 def ask(probe: Probe, provider: CheckedProvider, device: torch.device) -> Answer:
     """Launch a probe past the provider's checks, and compare with the reference kernel."""
     call = draw(probe.shape, device)
-    reference = Unchecked(REFERENCE, KERNELS)
+    reference = Unchecked(REFERENCE, FUNCTIONS)
     expected = call.on(reference, out_dtype=torch.float32)
     question = (probe.capability.name, probe.what, probe.is_within)
     try:

@@ -10,9 +10,18 @@ import pytest
 import torch
 
 from fixtures.drivers import fills
-from fixtures.drivers.fills import KINDS, UNTOUCHED, Asked, Kind, expected, fill, leading, sheet_for
+from fixtures.drivers.fills import (
+    KINDS,
+    UNTOUCHED,
+    Asked,
+    Kind,
+    buffers_for,
+    expected,
+    fill,
+    leading,
+)
 from harness.attention import metadata_writer as writers
-from harness.attention.metadata import Sheet
+from harness.attention.metadata import MetadataBuffers, TableLayout
 from harness.attention.metadata_writer import MetadataWriter
 from harness.graphs.cuda import CudaGraph
 from harness.graphs.effects import observe
@@ -33,7 +42,7 @@ NAMES = (
 
 
 class Scene:
-    """A request table, and a writer of it by torch and one by Triton, each with a sheet."""
+    """A request table, and a writer of it by torch and one by Triton, each with buffers."""
 
     def __init__(
         self, kind: Kind, rows: int, page: int, context: int, device: torch.device, swa: bool
@@ -48,28 +57,27 @@ class Scene:
         self.mapping: list[int] = pool.full_to_swa_index_mapping.tolist() if pool else []
         self.writers = [
             MetadataWriter(
-                table.to(device),
-                page_size=page,
-                width=width,
-                swa_pool=pool,
+                TableLayout(
+                    req_to_token=table.to(device), page_size=page, width=width, swa_pool=pool
+                ),
                 needs_packed_mask=False,
                 fused=fused,
             )
             for fused in (False, True)
         ]
-        self.sheets = [sheet_for(writer, kind, rows) for writer in self.writers]
+        self.buffers = [buffers_for(writer, kind, rows) for writer in self.writers]
 
     def ask(self, bs: int) -> Asked:
         return fills.ask(self.kind, bs, len(self.table), self.context, self.page, self.slots)
 
     def check(self, asked: Asked) -> None:
-        """Fill both sheets; each holds what it should, and the two hold the same everywhere."""
-        for writer, sheet in zip(self.writers, self.sheets, strict=True):
-            fill(writer, sheet, self.kind, asked)
+        """Fill both; each holds what it should, and the two hold the same everywhere."""
+        for writer, buffers in zip(self.writers, self.buffers, strict=True):
+            fill(writer, buffers, self.kind, asked)
             wanted = expected(self.kind, asked, writer, self.table, self.mapping)
             for name, rows in wanted.items():
-                assert leading(getattr(sheet, name), rows) == rows, name
-        by_torch, fused = self.sheets
+                assert leading(getattr(buffers, name), rows) == rows, name
+        by_torch, fused = self.buffers
         for name in NAMES:
             one, other = getattr(by_torch, name), getattr(fused, name)
             assert (one is other) or (one.dtype == other.dtype and torch.equal(one, other)), name
@@ -81,10 +89,10 @@ def test_every_fill_leaves_what_a_loop_works_out(
     bs: int, page: int, context: int, times: int, kind: str, device: torch.device
 ) -> None:
     scene = Scene(KINDS[kind], bs + 2, page, context, device, swa=False)
-    for sheet in scene.sheets:
+    for buffers in scene.buffers:
         for name in NAMES[:4]:
-            getattr(sheet, name)[..., bs + 1 if name.startswith("cu") else bs :] = UNTOUCHED
-        sheet.page_table.zero_()[bs:] = UNTOUCHED
+            getattr(buffers, name)[..., bs + 1 if name.startswith("cu") else bs :] = UNTOUCHED
+        buffers.page_table.zero_()[bs:] = UNTOUCHED
     for _ in range(times):
         scene.check(scene.ask(bs))
 
@@ -119,16 +127,18 @@ def test_a_length_beyond_the_request_table_reads_nothing_of_another_request(
     # Four pages a request, in a page table whose width was rounded up to eight.
     table = torch.arange(3 * 64, dtype=torch.int32).view(3, 64).to(device)
     writer = MetadataWriter(
-        table, page_size=16, width=8, swa_pool=None, needs_packed_mask=False, fused=fused
+        TableLayout(req_to_token=table, page_size=16, width=8, swa_pool=None),
+        needs_packed_mask=False,
+        fused=fused,
     )
-    sheet = sheet_for(writer, KINDS["decode"], 2)
+    buffers = buffers_for(writer, KINDS["decode"], 2)
     fill(
         writer,
-        sheet,
+        buffers,
         KINDS["decode"],
         Asked(rows=[1, 0], lens=[128, 65], queries=[1, 1], locs=[0, 0]),
     )
-    assert sheet.page_table.tolist() == [[4, 5, 6, 7, 7, 7, 7, 7], [0, 1, 2, 3, 3, 0, 0, 0]]
+    assert buffers.page_table.tolist() == [[4, 5, 6, 7, 7, 7, 7, 7], [0, 1, 2, 3, 3, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
@@ -138,16 +148,16 @@ def test_a_row_has_fewer_programs_than_chunks(
     monkeypatch.setattr(writers, "ROW_PROGRAMS", parts)
     monkeypatch.setattr(writers, "TABLE_PROGRAMS", 1)
     scene = Scene(KINDS["target_verify"], 2, 16, 64_000, device, swa=True)
-    assert scene.sheets[1].filled.shape == (2, parts)
+    assert scene.buffers[1].filled.shape == (2, parts)
     for lens in ([63_000, 9_000], [8_193, 64_000], [17, 0], [64_000, 30_000], [0, 1]):
         asked = scene.ask(2)
         scene.check(Asked(asked.rows, lens, asked.queries, asked.locs))
         # What is no longer alive was cleared once and is not cleared again.
-        live = [min(-(-(n + 4) // 16), scene.writers[1].width) for n in lens]
-        assert scene.sheets[1].filled.tolist() == [[n] * parts for n in live]
+        live = [min(-(-(n + 4) // 16), scene.writers[1].layout.width) for n in lens]
+        assert scene.buffers[1].filled.tolist() == [[n] * parts for n in live]
 
 
-def test_buckets_of_one_sheet_filled_in_turn(device: torch.device) -> None:
+def test_buckets_of_one_memory_filled_in_turn(device: torch.device) -> None:
     scene = Scene(KINDS["decode"], 4, 16, 20_000, device, swa=False)
     for lens in ([20_000, 300, 9_000, 16], [17, 16_000], [1, 40, 8_000, 0], [0, 0], [5, 6, 7, 8]):
         asked = scene.ask(len(lens))
@@ -156,31 +166,31 @@ def test_buckets_of_one_sheet_filled_in_turn(device: torch.device) -> None:
 
 def test_a_fill_of_lengths_leaves_the_table_and_its_record(device: torch.device) -> None:
     scene = Scene(KINDS["draft_extend_v2-lengths"], 3, 16, 200, device, swa=False)
-    for sheet in scene.sheets:
-        sheet.page_table.fill_(UNTOUCHED)
-        sheet.filled.fill_(3)
+    for buffers in scene.buffers:
+        buffers.page_table.fill_(UNTOUCHED)
+        buffers.filled.fill_(3)
     scene.check(scene.ask(3))
-    for sheet in scene.sheets:
-        assert sheet.page_table.unique().tolist() == [UNTOUCHED]
-        assert sheet.filled.unique().tolist() == [3]
+    for buffers in scene.buffers:
+        assert buffers.page_table.unique().tolist() == [UNTOUCHED]
+        assert buffers.filled.unique().tolist() == [3]
 
 
 def test_strided_inputs_are_read_by_their_strides(device: torch.device) -> None:
     scene = Scene(KINDS["target_verify"], 3, 16, 200, device, swa=False)
     asked = Asked(rows=[2, 5, 1], lens=[33, 190, 16], queries=[1, 1, 1], locs=[0] * 12)
-    source = asked.source(scene.kind, device)
+    inputs = asked.inputs(scene.kind, device)
     strided = replace(
-        source,
-        seq_lens=torch.stack((source.seq_lens, source.seq_lens + 64), 1)[:, 0],
-        req_pool_indices=torch.stack((source.req_pool_indices, source.req_pool_indices - 1), 1)[
+        inputs,
+        seq_lens=torch.stack((inputs.seq_lens, inputs.seq_lens + 64), 1)[:, 0],
+        req_pool_indices=torch.stack((inputs.req_pool_indices, inputs.req_pool_indices - 1), 1)[
             :, 0
         ],
     )
-    phases = [scene.sheets[1].cut(geometry) for geometry in scene.kind.geometries(3, 0)]
+    phases = [scene.buffers[1].slice(geometry) for geometry in scene.kind.geometries(3, 0)]
     scene.writers[1].fill(phases, strided)
     wanted = expected(scene.kind, asked, scene.writers[1], scene.table, [])
     for name, rows in wanted.items():
-        assert leading(getattr(scene.sheets[1], name), rows) == rows, name
+        assert leading(getattr(scene.buffers[1], name), rows) == rows, name
 
 
 def far_table(stride: int, rows: int, columns: int, device: torch.device) -> torch.Tensor:
@@ -199,12 +209,14 @@ def test_a_request_lies_beyond_32_bits(device: torch.device) -> None:
     table = far_table(2**30 + 16, 5, 128, device)
     table[0], table[4] = 16 * 3, 16 * 9
     writer = MetadataWriter(
-        table, page_size=16, width=6, swa_pool=None, needs_packed_mask=False, fused=True
+        TableLayout(req_to_token=table, page_size=16, width=6, swa_pool=None),
+        needs_packed_mask=False,
+        fused=True,
     )
     kind = KINDS["decode"]
-    sheet: Sheet = sheet_for(writer, kind, 1)
-    fill(writer, sheet, kind, Asked(rows=[4], lens=[40], queries=[1], locs=[0]))
-    assert sheet.page_table.tolist() == [[9, 9, 9, 0, 0, 0]]
+    buffers: MetadataBuffers = buffers_for(writer, kind, 1)
+    fill(writer, buffers, kind, Asked(rows=[4], lens=[40], queries=[1], locs=[0]))
+    assert buffers.page_table.tolist() == [[9, 9, 9, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if not kind.is_ragged])
@@ -212,24 +224,24 @@ def test_a_captured_fill_is_one_launch_that_follows_every_batch(
     kind: str, cuda: torch.device
 ) -> None:
     scene = Scene(KINDS[kind], 5, 32, 30_000, cuda, swa=False)
-    writer, sheet = scene.writers[1], scene.sheets[1]
-    source = scene.ask(5).source(scene.kind, cuda)
-    phases = [sheet.cut(g, i) for i, g in enumerate(scene.kind.geometries(5, 0))]
+    writer, buffers = scene.writers[1], scene.buffers[1]
+    inputs = scene.ask(5).inputs(scene.kind, cuda)
+    phases = [buffers.slice(g, i) for i, g in enumerate(scene.kind.geometries(5, 0))]
 
     def planning() -> None:
-        writer.fill(phases, source, table=scene.kind.has_table)
+        writer.fill(phases, inputs, table=scene.kind.has_table)
 
     graph = CudaGraph(cuda)
     graph.warm_up(planning)
     graph.capture(planning)
     for _ in range(500):
         asked = scene.ask(5)
-        source.req_pool_indices.copy_(torch.tensor(asked.rows))
-        source.seq_lens.copy_(torch.tensor(asked.lens))
+        inputs.req_pool_indices.copy_(torch.tensor(asked.rows))
+        inputs.seq_lens.copy_(torch.tensor(asked.lens))
         graph.replay()
         wanted = expected(scene.kind, asked, writer, scene.table, [])
         for name, rows in wanted.items():
-            assert leading(getattr(sheet, name), rows) == rows, name
+            assert leading(getattr(buffers, name), rows) == rows, name
     with observe(cuda) as effects:
         planning()
     assert effects.operations == {"fill_metadata": 1}

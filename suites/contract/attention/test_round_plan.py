@@ -14,6 +14,7 @@ from fixtures.toys.toy_engine import speculation
 from fixtures.toys.toy_scenes import phase_id
 from fixtures.toys.toy_trio import KINDS, Trio
 from harness.attention.baselines import HostLengthsMLABackend, VerifyFixUpMHABackend
+from harness.attention.metadata import TableLayout
 from harness.attention.metadata_writer import MetadataWriter
 from harness.attention.round_plan import DRAFT, EXTEND, VERIFY, RoundPlan
 from harness.attention.trtllm_mha import TRTLLMHAAttnBackend
@@ -116,10 +117,8 @@ def test_nobody_reads_what_no_draft_filled(told: list[Told]) -> None:
 
 
 def writer(**changes: Any) -> MetadataWriter:
-    arguments: dict[str, Any] = {"page_size": 4, "width": 7, "swa_pool": None}
-    return MetadataWriter(
-        changes.pop("req_to_token", TABLE), needs_packed_mask=False, **arguments | changes
-    )
+    layout: dict[str, Any] = {"req_to_token": TABLE, "page_size": 4, "width": 7, "swa_pool": None}
+    return MetadataWriter(TableLayout(**layout | changes), needs_packed_mask=False)
 
 
 TABLE = torch.zeros(4, 28, dtype=torch.int32)
@@ -140,10 +139,10 @@ def test_a_table_that_cannot_be_shared_is_refused(
     changes: dict[str, Any], bs: int, refused: str
 ) -> None:
     plan = RoundPlan(speculative_num_steps=3, num_draft_tokens=4)
-    sheet = plan.sheet(writer(), 2)
-    assert plan.sheet(writer(), 1) is sheet
+    buffers = plan.buffers(writer(), 2)
+    assert plan.buffers(writer(), 1) is buffers
     with pytest.raises(ContractError, match=refused):
-        plan.sheet(writer(**changes), bs)
+        plan.buffers(writer(**changes), bs)
 
 
 def test_a_single_step_shares_nothing() -> None:

@@ -42,7 +42,7 @@ def test_every_kernel_has_probes_on_both_sides() -> None:
 
 
 def kernel(**changes: object) -> CheckedProvider:
-    return CheckedProvider(XQA, reference.KERNELS | changes)
+    return CheckedProvider(XQA, reference.FUNCTIONS | changes)
 
 
 def refuses(*_: object, **__: object) -> torch.Tensor:
@@ -50,7 +50,7 @@ def refuses(*_: object, **__: object) -> torch.Tensor:
 
 
 def is_off(*args: torch.Tensor, **call: object) -> torch.Tensor:
-    return reference.KERNELS["decode"](*args, **call) * 1.02
+    return reference.FUNCTIONS["decode"](*args, **call) * 1.02
 
 
 @pytest.mark.parametrize(

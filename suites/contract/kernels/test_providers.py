@@ -11,6 +11,7 @@ import torch
 from fixtures.drivers.kernel_calls import CONTEXT, DECODE, MLA, MLA_CONTEXT, ROWS, row_id
 from fixtures.fakes.fake_kernels import MODULES
 from harness.core.capability import REFERENCE
+from harness.differential.invariants.memory import check_semaphores
 from harness.kernels import flash_mla, flashinfer_xqa, trtllm_gen, workspace
 from harness.kernels.checked import CheckedProvider
 from harness.kernels.flash_mla import FlashMLA
@@ -44,7 +45,7 @@ def test_every_entry_agrees_with_the_reference(kind, shape: Shape) -> None:
     provider = kind("cuda")
     assert_agrees(provider, shape)
     assert provider.calls == [shape.entry]
-    assert workspace.check_semaphores(workspace.shared_workspaces()) == []
+    assert check_semaphores(workspace.shared_workspaces()) == []
 
 
 def backwards(

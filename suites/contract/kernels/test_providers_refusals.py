@@ -14,6 +14,7 @@ import torch
 from fixtures.fakes.fake_kernels import MODULES
 from harness.core.capability import XQA
 from harness.core.case import Dtype, Family
+from harness.differential.invariants.memory import check_semaphores
 from harness.errors import CaptureViolation, KernelRefusal, UsageError
 from harness.kernels import flashinfer_prefill, flashinfer_xqa, packages, workspace
 from harness.kernels.checked import CheckedProvider
@@ -162,10 +163,10 @@ def test_workspaces_are_zeroed_once_and_shared_by_a_family(monkeypatch: pytest.M
     assert xqa.scratch.numel() + (8 << 20) == xqa.buffer.numel()
     assert prefill.scratch.numel() == prefill.buffer.numel()
     xqa.scratch[:3], prefill.buffer[:3] = 1, 1
-    assert workspace.check_semaphores(workspace.shared_workspaces()) == []
+    assert check_semaphores(workspace.shared_workspaces()) == []
     # The last byte: a check that counts elements for bytes would miss it.
     xqa.semaphores[5], xqa.semaphores[-1] = 1, 7
-    assert workspace.check_semaphores(workspace.shared_workspaces()) == [
+    assert check_semaphores(workspace.shared_workspaces()) == [
         "semaphores of xqa on cpu: byte 5 and 1 more are not 0 [identity and lifetime]"
     ]
 
