@@ -25,7 +25,7 @@ FOUND = 86
 
 
 @dataclass(frozen=True)
-class Check:
+class SanitizerCheck:
     """One run of compute-sanitizer.
 
     Args:
@@ -42,9 +42,11 @@ class Check:
 
 
 CHECKS = (
-    Check("memcheck eager", "eager", ("memcheck",), {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
-    Check("memcheck graph", "graph", ("memcheck",)),
-    Check("racecheck", "graph", ("racecheck", "--kernel-regex", "kns=metadata")),
+    SanitizerCheck(
+        "memcheck eager", "eager", ("memcheck",), {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    ),
+    SanitizerCheck("memcheck graph", "graph", ("memcheck",)),
+    SanitizerCheck("racecheck", "graph", ("racecheck", "--kernel-regex", "kns=metadata")),
 )
 
 
@@ -57,7 +59,7 @@ def trials(execution: str) -> list[str]:
     ]
 
 
-def command(sanitizer: str, check: Check) -> list[str]:
+def command(sanitizer: str, check: SanitizerCheck) -> list[str]:
     """The command line of a check."""
     options = ["--error-exitcode", str(FOUND), "--target-processes", "all", "--print-limit", "5"]
     pytest = ["-m", "pytest", "-q", "-n0", "--device", "cuda", *trials(check.execution)]

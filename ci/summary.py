@@ -10,7 +10,7 @@ from typing import TypeVar
 from harness.core.case import Execution, Mode
 from harness.core.record import Record, Verdict
 
-Key = TypeVar("Key", bound=Hashable)
+GroupKey = TypeVar("GroupKey", bound=Hashable)
 
 
 def identity(record: Record) -> tuple[str, str, str, str, str]:
@@ -152,8 +152,10 @@ def rate(records: Iterable[Record]) -> float:
     return len(timed) / sum(timed) if sum(timed) > 0 else 0.0
 
 
-def _grouped(records: Iterable[Record], key: Callable[[Record], Key]) -> dict[Key, list[Record]]:
-    groups: defaultdict[Key, list[Record]] = defaultdict(list)
+def _grouped(
+    records: Iterable[Record], key: Callable[[Record], GroupKey]
+) -> dict[GroupKey, list[Record]]:
+    groups: defaultdict[GroupKey, list[Record]] = defaultdict(list)
     for record in records:
         groups[key(record)].append(record)
     return dict(groups)

@@ -10,27 +10,27 @@ from harness.core.case import Family
 from harness.engine.eagle_worker import EagleWorker
 from harness.engine.kv_lease import SlotTable
 from harness.engine.models.config import DeepseekConfig, LlamaConfig
-from harness.engine.models.decoder_layer import Decoder
+from harness.engine.models.decoder_layer import DecoderModel
 from harness.engine.models.loader import Pair
 from harness.engine.phases import (
     EaglePhases,
     GraphPhase,
     Phase,
-    PlainPhases,
+    TargetOnlyPhases,
     draft_phase,
     model_phase,
 )
 from harness.engine.plan_stream import PlanStream
 from harness.engine.prefix_cache import PrefixCache
-from harness.engine.scheduler import Engine
-from harness.engine.spec_config import Speculation, Version
-from harness.engine.target_only_worker import PlainWorker
+from harness.engine.scheduler import Scheduler
+from harness.engine.spec_config import SpecConfig, SpecVersion
+from harness.engine.target_only_worker import TargetOnlyWorker
 from harness.errors import UsageError, rejected
 from harness.graphs.draft_runner import DraftRunner
 from harness.graphs.factory import new_graph
 from harness.graphs.graph import GraphFactory
 from harness.graphs.target_verify_runner import TargetVerifyRunner
-from harness.kernels.registry import new_provider
+from harness.kernels.registry import new_kernel
 from harness.subjects import Subject
 from harness.upstream.allocator import PagedAllocator, ReqToTokenPool
 from harness.upstream.forward_batch_info import ForwardMode, LogitsProcessorOutput
@@ -38,7 +38,7 @@ from harness.upstream.memory_pool import KVPool, MHATokenToKVPool, MLATokenToKVP
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class EngineConfig:
     """How much an engine holds.
 
     Args:
@@ -56,7 +56,7 @@ class Room:
     capture_bs: tuple[int, ...] = ()
 
 
-class Rigging:
+class EngineBuilder:
     """Pools, backends and phases of one engine; `engine` puts them together.
 
     Args:
@@ -74,8 +74,8 @@ class Rigging:
         self,
         pair: Pair,
         subject: Subject,
-        speculation: Speculation | None,
-        room: Room,
+        speculation: SpecConfig | None,
+        room: EngineConfig,
         graph: GraphFactory | None = None,
     ) -> None:
         family = family_of(pair.target)
@@ -93,11 +93,11 @@ class Rigging:
             self._table, PagedAllocator(room.num_pages, room.page_size), self.target_pool
         )
 
-    def engine(self, streams: PlanStream | None = None, *, prefix_cache: bool = False) -> Engine:
+    def engine(self, streams: PlanStream | None = None, *, prefix_cache: bool = False) -> Scheduler:
         """The engine; with streams, v2 overlaps; with a prefix cache, later prompts share pages."""
         room, spec = self._room, self._speculation
         worker = self._plain() if spec is None else self._eagle(spec, streams)
-        return Engine(
+        return Scheduler(
             worker,
             self.slots,
             max_bs=room.max_bs,
@@ -105,7 +105,7 @@ class Rigging:
             prefix_cache=PrefixCache(self.slots.allocator) if prefix_cache else None,
         )
 
-    def _plain(self) -> PlainWorker:
+    def _plain(self) -> TargetOnlyWorker:
         target = self._backend(self._subject.backend, self.target_pool)
         extend = model_phase(self._pair.target, target)
         decode: Phase[LogitsProcessorOutput] = extend
@@ -113,9 +113,11 @@ class Rigging:
             decode = self._replayed(
                 TargetVerifyRunner, extend, self.target_pool, ForwardMode.DECODE, 1
             )
-        return PlainWorker(PlainPhases(extend=extend, decode=decode), self._table, self.target_pool)
+        return TargetOnlyWorker(
+            TargetOnlyPhases(extend=extend, decode=decode), self._table, self.target_pool
+        )
 
-    def _eagle(self, spec: Speculation, streams: PlanStream | None) -> EagleWorker:
+    def _eagle(self, spec: SpecConfig, streams: PlanStream | None) -> EagleWorker:
         phases = self._phases(spec)
         if self._room.capture_bs:
             phases = self._captured(phases, spec)
@@ -123,7 +125,7 @@ class Rigging:
             phases, spec, self._table, self.target_pool, self.draft_pool, streams=streams
         )
 
-    def _phases(self, spec: Speculation) -> EaglePhases:
+    def _phases(self, spec: SpecConfig) -> EaglePhases:
         pair, subject, pool = self._pair, self._subject, self.draft_pool
         shared = self._round_plan(spec)
         target = model_phase(pair.target, self._backend(subject.backend, self.target_pool, shared))
@@ -138,19 +140,19 @@ class Rigging:
             draft_extend=model_phase(pair.draft, self._backend(subject.backend, pool, shared)),
         )
 
-    def _round_plan(self, spec: Speculation) -> RoundPlan | None:
+    def _round_plan(self, spec: SpecConfig) -> RoundPlan | None:
         """What captured phases of a v2 round share; v1 extends by what was accepted."""
-        shares = spec.version is Version.V2 and spec.num_steps > 1 and self._room.capture_bs
+        shares = spec.version is SpecVersion.V2 and spec.num_steps > 1 and self._room.capture_bs
         if not shares or not self._subject.backend.shares_rounds:
             return None
         return RoundPlan(
             speculative_num_steps=spec.num_steps, num_draft_tokens=spec.num_draft_tokens
         )
 
-    def _captured(self, phases: EaglePhases, spec: Speculation) -> EaglePhases:
+    def _captured(self, phases: EaglePhases, spec: SpecConfig) -> EaglePhases:
         extend = (self._subject.draft_extend_runner, phases.draft_extend, self.draft_pool)
         verify = (TargetVerifyRunner, phases.target_verify, self.target_pool)
-        v1, width = spec.version is Version.V1, spec.num_draft_tokens
+        v1, width = spec.version is SpecVersion.V1, spec.num_draft_tokens
         mode = ForwardMode.DRAFT_EXTEND if v1 else ForwardMode.DRAFT_EXTEND_V2
         draft = phases.draft and self._replayed(
             DraftRunner, phases.draft, self.draft_pool, ForwardMode.DECODE, spec.num_steps - 1
@@ -165,7 +167,7 @@ class Rigging:
     def _backend(self, kind: Any, pool: KVPool, shared: RoundPlan | None = None) -> Any:
         spec = self._speculation
         return kind(
-            provider=new_provider(self._subject.family, self._subject.capability, self._device),
+            provider=new_kernel(self._subject.family, self._subject.capability, self._device),
             req_to_token_pool=self._table,
             token_to_kv_pool=pool,
             max_context_len=self._room.max_context_len,
@@ -196,7 +198,7 @@ class Rigging:
         runner.capture()
         return GraphPhase(phase, runner)
 
-    def _pool(self, model: Decoder) -> KVPool:
+    def _pool(self, model: DecoderModel) -> KVPool:
         config, room = model.config, self._room
         common: dict[str, Any] = {
             "num_pages": room.num_pages,
@@ -213,6 +215,6 @@ class Rigging:
         return MLATokenToKVPool(**common, kv_lora_rank=rank, qk_rope_head_dim=rope)
 
 
-def family_of(model: Decoder) -> Family:
+def family_of(model: DecoderModel) -> Family:
     """The attention family a model's layers need."""
     return Family.MLA if isinstance(model.config, DeepseekConfig) else Family.MHA

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ci.bench.case_report import CONTROLS, Row
+from ci.bench.case_report import CONTROLS, CaseReport
 from ci.bench.history import Entry
-from harness.bench.analysis import WORST_FIRST, Finding, Night, findings, verdict
+from harness.bench.analysis import WORST_FIRST, Finding, RunVerdict, findings, verdict
 from harness.bench.jsonl import read
 from harness.bench.session_records import ArmFacts, Line, Session, Trial
 from harness.bench.stats.validity import unasked
@@ -22,7 +22,7 @@ IMAGE = ("platform", "driver", "cuda", "torch", "triton", "flashinfer", "sgl_ker
 
 
 @dataclass(frozen=True)
-class Book:
+class BenchReport:
     """Everything an output may show of a night.
 
     Args:
@@ -30,11 +30,11 @@ class Book:
         trials: every trial behind them.
     """
 
-    night: Night
+    night: RunVerdict
     trials: tuple[Trial, ...]
 
     @classmethod
-    def of(cls, lines: Iterable[Line]) -> Book:
+    def of(cls, lines: Iterable[Line]) -> BenchReport:
         """Of the lines of a ``bench.jsonl``.
 
         Raises:
@@ -48,7 +48,7 @@ class Book:
         return cls(verdict(found), trials)
 
     @classmethod
-    def read(cls, path: Path) -> Book:
+    def read(cls, path: Path) -> BenchReport:
         """Of a ``bench.jsonl``.
 
         Raises:
@@ -57,9 +57,9 @@ class Book:
         return cls.of(read(path))
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[CaseReport, ...]:
         """In the order of the plans."""
-        return tuple(Row(found, self._seconds(found)) for found in self.night.findings)
+        return tuple(CaseReport(found, self._seconds(found)) for found in self.night.findings)
 
     def _seconds(self, found: Finding) -> float:
         return sum(
@@ -69,7 +69,7 @@ class Book:
         )
 
     @property
-    def judged(self) -> list[Row]:
+    def judged(self) -> list[CaseReport]:
         """Rows of candidates, the worst first."""
         rows = [row for row in self.rows if not row.is_control]
         return sorted(rows, key=lambda row: (WORST_FIRST.index(row.ruling), -row.cost))
@@ -148,12 +148,12 @@ class Book:
         return [_entry(row) for row in self.rows if not row.is_control and row.evidence.blocks]
 
 
-def _counts(rows: Iterable[Row]) -> dict[str, int]:
+def _counts(rows: Iterable[CaseReport]) -> dict[str, int]:
     rulings = [row.ruling for row in rows]
     return {str(r): rulings.count(r) for r in WORST_FIRST if r in rulings}
 
 
-def _entry(row: Row) -> Entry:
+def _entry(row: CaseReport) -> Entry:
     low, high = (bound if math.isfinite(bound) else None for bound in row.interval)
     return Entry(
         night=row.session.started,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from harness.bench.analysis import Finding
 from harness.bench.console import interval, percent
 from harness.bench.session_records import Role, Session, Workload
-from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.design import Block
 from harness.bench.stats.margin import Bounds
 from harness.bench.stats.multiple_testing import Control
@@ -23,7 +23,7 @@ def number(value: float) -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class CaseReport:
     """One finding with its names and its numbers."""
 
     finding: Finding
@@ -50,7 +50,7 @@ class Row:
         return self.finding.evidence
 
     @property
-    def ruling(self) -> Ruling:
+    def ruling(self) -> BenchVerdict:
         """What is said of it."""
         return self.evidence.ruling
 
@@ -92,7 +92,7 @@ class Row:
         A planted slowdown need not show in every metric: whether it was shown is the night's.
         """
         if self.finding.role is Role.PLANTED:
-            return self.ruling is Ruling.INVALID
+            return self.ruling is BenchVerdict.INVALID
         if self.finding.role is Role.SAME:
             return self.ruling not in CONTROLS[Role.SAME].accepted
         return self.ruling.is_red
@@ -100,7 +100,7 @@ class Row:
     @property
     def is_valid(self) -> bool:
         """Whether its measurement can be believed."""
-        return self.ruling is not Ruling.INVALID
+        return self.ruling is not BenchVerdict.INVALID
 
     @property
     def cost(self) -> float:

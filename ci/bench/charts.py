@@ -8,22 +8,22 @@ from typing import Any
 import altair as alt
 import vl_convert
 
-from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.bench_verdict import BenchVerdict
 
 Chart = alt.TopLevelMixin
 COLOURS = {
-    Ruling.REGRESSED: "#d1433d",
-    Ruling.OK: "#2f9e6b",
-    Ruling.IMPROVED: "#3f83d6",
-    Ruling.INCONCLUSIVE: "#c08a1e",
-    Ruling.INVALID: "#8b8f96",
+    BenchVerdict.REGRESSED: "#d1433d",
+    BenchVerdict.OK: "#2f9e6b",
+    BenchVerdict.IMPROVED: "#3f83d6",
+    BenchVerdict.INCONCLUSIVE: "#c08a1e",
+    BenchVerdict.INVALID: "#8b8f96",
 }
 SHAPES = {
-    Ruling.REGRESSED: "triangle-up",
-    Ruling.OK: "circle",
-    Ruling.IMPROVED: "triangle-down",
-    Ruling.INCONCLUSIVE: "square",
-    Ruling.INVALID: "cross",
+    BenchVerdict.REGRESSED: "triangle-up",
+    BenchVerdict.OK: "circle",
+    BenchVerdict.IMPROVED: "triangle-down",
+    BenchVerdict.INCONCLUSIVE: "square",
+    BenchVerdict.INVALID: "cross",
 }
 ARM_A, ARM_B = "#8b8f96", "#3f83d6"
 WORSE, BETTER, BAND = "#d1433d", "#2f9e6b", "#c08a1e"
@@ -51,7 +51,7 @@ def values(rows: Sequence[dict[str, Any]]) -> alt.InlineData:
 
 def rulings(field: str = "verdict", **options: Any) -> dict[str, Any]:
     """Colour and shape of a verdict: told apart without seeing colours."""
-    names = [str(ruling) for ruling in Ruling]
+    names = [str(ruling) for ruling in BenchVerdict]
     colours = alt.Scale(domain=names, range=list(COLOURS.values()))
     shapes = alt.Scale(domain=names, range=list(SHAPES.values()))
     legend = alt.Legend(orient="top", title=None)

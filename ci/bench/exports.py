@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.openmetrics.exposition import generate_latest
 
-from ci.bench.case_report import Row
-from ci.bench.latency_table import Figure
+from ci.bench.case_report import CaseReport
+from ci.bench.latency_table import LatencyFigure
 from harness.bench.console import percent
 
 LABELS = ("session", "workload", "metric", "sku", "a", "b")
-GAUGES: tuple[tuple[str, str, Callable[[Row], float | None]], ...] = (
+GAUGES: tuple[tuple[str, str, Callable[[CaseReport], float | None]], ...] = (
     ("ratio", "B / A in the metric's own direction", lambda row: row.evidence.ratio),
     ("ratio_low", "Lower 95 % bound of the ratio", lambda row: row.evidence.low),
     ("ratio_high", "Upper 95 % bound of the ratio", lambda row: row.evidence.high),
@@ -29,14 +29,14 @@ GAUGES: tuple[tuple[str, str, Callable[[Row], float | None]], ...] = (
     ("red", "1 where a gate fails", lambda row: row.is_red),
 )
 LATENCY_LABELS = ("what", "point", "arm", "sku")
-LATENCIES: tuple[tuple[str, str, Callable[[Figure], float]], ...] = (
+LATENCIES: tuple[tuple[str, str, Callable[[LatencyFigure], float]], ...] = (
     ("microseconds", "Median of interleaved blocks", lambda figure: figure.value),
     ("microseconds_low", "Lower 95 % bound of the median", lambda figure: figure.low),
     ("microseconds_high", "Upper 95 % bound of the median", lambda figure: figure.high),
 )
 
 
-def smaller_is_better(rows: Sequence[Row], figures: Sequence[Figure] = ()) -> str:
+def smaller_is_better(rows: Sequence[CaseReport], figures: Sequence[LatencyFigure] = ()) -> str:
     """A JSON list for charts: cost of B over A, so that 1 is unchanged and more is worse.
 
     Cases without a number are left out. Latencies follow, in microseconds.
@@ -66,13 +66,13 @@ def smaller_is_better(rows: Sequence[Row], figures: Sequence[Figure] = ()) -> st
     return json.dumps(entries, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _half_width(row: Row) -> str:
+def _half_width(row: CaseReport) -> str:
     ends = (row.evidence.low, row.evidence.high)
     width = max(abs(bound / row.evidence.ratio - 1) for bound in ends)
     return f"{width:.4f}" if math.isfinite(width) else "∞"
 
 
-def openmetrics(rows: Sequence[Row], figures: Sequence[Figure] = ()) -> str:
+def openmetrics(rows: Sequence[CaseReport], figures: Sequence[LatencyFigure] = ()) -> str:
     """Gauges of every finding, controls too, and of latencies; unknown numbers are left out."""
     registry = CollectorRegistry()
     for name, help_text, value in GAUGES:

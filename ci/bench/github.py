@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ci.bench.bench_report import Book
-from ci.bench.case_report import Row
+from ci.bench.bench_report import BenchReport
+from ci.bench.case_report import CaseReport
 from harness.bench.console import interval, percent
-from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.bench_verdict import BenchVerdict
 
 MOST_LINES = 60
 LEVELS = {
-    Ruling.REGRESSED: "error",
-    Ruling.INVALID: "error",
-    Ruling.INCONCLUSIVE: "warning",
-    Ruling.IMPROVED: "notice",
+    BenchVerdict.REGRESSED: "error",
+    BenchVerdict.INVALID: "error",
+    BenchVerdict.INCONCLUSIVE: "warning",
+    BenchVerdict.IMPROVED: "notice",
 }
 MOST_ANNOTATIONS = 10
 """Of a level, in one step; GitHub drops what comes after."""
@@ -23,7 +23,7 @@ HEAD = (
 )
 
 
-def summary(book: Book, *, notes: Sequence[str] = (), link: str = "") -> str:
+def summary(book: BenchReport, *, notes: Sequence[str] = (), link: str = "") -> str:
     """Markdown: the verdict, the arms, the controls and whatever is not OK, worst first.
 
     Args:
@@ -35,7 +35,7 @@ def summary(book: Book, *, notes: Sequence[str] = (), link: str = "") -> str:
     head += [f"* {line}" for line in (*book.arms, *book.controls, *book.dropped, *book.unasked)]
     tail = [line for note in (*notes, *book.reasons[:3]) for line in ("", note)]
     tail += ["", f"[The whole report]({link})"] if link else []
-    rows = [row for row in book.judged if row.ruling is not Ruling.OK]
+    rows = [row for row in book.judged if row.ruling is not BenchVerdict.OK]
     room = MOST_LINES - len(head) - len(tail) - len(HEAD.splitlines()) - 3
     table = ["", HEAD, *map(_row, rows[:room])] if rows else []
     hidden = len(rows) - room
@@ -44,7 +44,7 @@ def summary(book: Book, *, notes: Sequence[str] = (), link: str = "") -> str:
     return "\n".join(lines[:MOST_LINES]) + "\n"
 
 
-def _row(row: Row) -> str:
+def _row(row: CaseReport) -> str:
     e = row.evidence
     cells = (
         row.case,
@@ -58,7 +58,7 @@ def _row(row: Row) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def remarks(book: Book) -> Iterator[str]:
+def remarks(book: BenchReport) -> Iterator[str]:
     """Workflow commands, the first ten of every level."""
     used = dict.fromkeys(LEVELS.values(), 0)
     failed_controls = [row for row in book.rows if row.is_control and row.is_red]

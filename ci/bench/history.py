@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ci.bench.change_point import Change, changed
-from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.errors import UsageError, rejected
 
 FORMAT = 1
@@ -47,7 +47,7 @@ class Entry:
     pin: str
     image: str
     commit: str
-    ruling: Ruling
+    ruling: BenchVerdict
     cost: float
     low: float | None
     high: float | None
@@ -104,7 +104,7 @@ def read(path: Path) -> list[Entry]:
             data: dict[str, Any] = json.loads(line)
             if (found := data.pop("format", None)) != FORMAT:
                 raise UsageError(rejected("history format", found, FORMAT))
-            entries.append(Entry(**data | {"ruling": Ruling(data["ruling"])}))
+            entries.append(Entry(**data | {"ruling": BenchVerdict(data["ruling"])}))
         except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
             raise UsageError(f"{path}:{number}: not a night of a history ({error})") from error
     return entries
@@ -157,7 +157,7 @@ def detector(nights: Sequence[Entry]) -> list[float]:
     for place, entry in enumerate(nights):
         if place and entry.epoch != nights[place - 1].epoch:
             level = 0.0
-        if entry.ruling is not Ruling.INVALID:
+        if entry.ruling is not BenchVerdict.INVALID:
             level = (level + 1.0) * entry.e
         evidence.append(level)
     return evidence
@@ -165,5 +165,5 @@ def detector(nights: Sequence[Entry]) -> list[float]:
 
 def suspicion(nights: Sequence[Entry]) -> Change | None:
     """The best split of the valid nights of an epoch, where it stands out."""
-    valid = [night for night in nights if night.ruling is not Ruling.INVALID]
+    valid = [night for night in nights if night.ruling is not BenchVerdict.INVALID]
     return changed([night.night for night in valid], [night.cost for night in valid])

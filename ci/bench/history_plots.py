@@ -12,10 +12,10 @@ from ci.bench.charts import PANEL, ROW, WORSE, percent_axis, rulings, values
 from ci.bench.history import Entry, Series
 
 WIDE = 2 * PANEL
-Key = tuple[str, str]
+SeriesKey = tuple[str, str]
 
 
-def history(found: Mapping[Key, Series]) -> Any:
+def history(found: Mapping[SeriesKey, Series]) -> Any:
     """A panel a series: slowdown a night; a rule where an epoch or a suspected change begins."""
     table = [
         {
@@ -74,11 +74,11 @@ def _marks(name: str, series: Series) -> Iterable[dict[str, Any]]:
         yield {"series": name, "mark": "alarm", "at": series.entries[series.alarms[0]].night}
 
 
-def _name(key: Key) -> str:
+def _name(key: SeriesKey) -> str:
     return " @ ".join(key)
 
 
-def heat_map(found: Mapping[Key, Series]) -> Any:
+def heat_map(found: Mapping[SeriesKey, Series]) -> Any:
     """Case × kind of machine: the verdict of its last night, and its slowdown."""
     table = [
         {

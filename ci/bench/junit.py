@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from itertools import groupby
 from xml.etree import ElementTree as Xml
 
-from ci.bench.case_report import Row, number
-from harness.bench.stats.bench_verdict import Ruling
+from ci.bench.case_report import CaseReport, number
+from harness.bench.stats.bench_verdict import BenchVerdict
 
 ELEMENTS = {
-    Ruling.REGRESSED: "failure",
-    Ruling.INVALID: "error",
-    Ruling.INCONCLUSIVE: "skipped",
+    BenchVerdict.REGRESSED: "failure",
+    BenchVerdict.INVALID: "error",
+    BenchVerdict.INCONCLUSIVE: "skipped",
 }
 """What a test case holds beside its numbers; nothing where it passed."""
 
 
-def document(rows: Sequence[Row]) -> str:
+def document(rows: Sequence[CaseReport]) -> str:
     """One suite a session, one test case a metric of a workload, its numbers as properties.
 
     A control is judged by what it should have said: one that says it passes.
@@ -29,7 +29,7 @@ def document(rows: Sequence[Row]) -> str:
     return Xml.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def _suite(root: Xml.Element, session: str, rows: Sequence[Row]) -> None:
+def _suite(root: Xml.Element, session: str, rows: Sequence[CaseReport]) -> None:
     suite = Xml.SubElement(root, "testsuite", name=f"bench.{session}", tests=str(len(rows)))
     suite.set("timestamp", rows[0].session.started)
     outcomes = [_case(suite, row) for row in rows]
@@ -37,7 +37,7 @@ def _suite(root: Xml.Element, session: str, rows: Sequence[Row]) -> None:
         suite.set(name, str(outcomes.count(count)))
 
 
-def _case(suite: Xml.Element, row: Row) -> str | None:
+def _case(suite: Xml.Element, row: CaseReport) -> str | None:
     case = Xml.SubElement(suite, "testcase", classname=suite.get("name", ""), name=row.case)
     case.set("time", f"{row.seconds:.3f}")
     properties = Xml.SubElement(case, "properties")

@@ -13,7 +13,7 @@ FILE = "latency.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figure:
+class LatencyFigure:
     """A median over interleaved blocks of one run, in microseconds, and its 95 % interval."""
 
     what: str
@@ -31,7 +31,7 @@ class Figure:
         return f"{self.what}: {self.arm} {self.point} @ {self.sku}"
 
 
-def read(path: Path) -> list[Figure]:
+def read(path: Path) -> list[LatencyFigure]:
     """Figures of a ``latency.json`` in its order; none where there is no file.
 
     Raises:
@@ -46,10 +46,10 @@ def read(path: Path) -> list[Figure]:
         raise UsageError(f"{path}: not what the latency suite writes ({error!r})") from error
 
 
-def _figure(row: dict[str, Any], sku: str) -> Figure:
+def _figure(row: dict[str, Any], sku: str) -> LatencyFigure:
     value, low, high = (float(row[name]) for name in ("value", "low", "high"))
     what, point, arm = (str(row[name]) for name in ("what", "point", "arm"))
-    return Figure(
+    return LatencyFigure(
         what=what, point=point, arm=arm,
         value=value, low=low, high=high, blocks=int(row["blocks"]), sku=sku,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ci.bench import exports, github, history, junit, latency_table
-from ci.bench.bench_report import Book
+from ci.bench.bench_report import BenchReport
 from ci.bench.page import page
 from harness.errors import UsageError, rejected
 
@@ -37,7 +37,7 @@ def write(bench: Path, folder: Path, nights: Path, *, notes: Sequence[str] = ())
     Raises:
         UsageError: the records cannot be read, or the folder cannot be written.
     """
-    book = Book.read(bench)
+    book = BenchReport.read(bench)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         figures = latency_table.read(folder / latency_table.FILE)

@@ -11,8 +11,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ci.bench import history_plots, plots, request_plots
-from ci.bench.bench_report import Book
-from ci.bench.case_report import Row
+from ci.bench.bench_report import BenchReport
+from ci.bench.case_report import CaseReport
 from ci.bench.charts import svg
 from ci.bench.history import Series
 from harness.bench.console import interval, percent
@@ -30,7 +30,7 @@ class Figure:
     drawn: Markup
 
 
-def page(book: Book, series: Mapping[tuple[str, str], Series]) -> str:
+def page(book: BenchReport, series: Mapping[tuple[str, str], Series]) -> str:
     """The report of a night as one HTML document."""
     jinja = Environment(
         loader=FileSystemLoader([HERE, HERE.parent]),
@@ -48,7 +48,7 @@ def page(book: Book, series: Mapping[tuple[str, str], Series]) -> str:
     )
 
 
-def figures(book: Book, series: Mapping[tuple[str, str], Series]) -> Sequence[Figure]:
+def figures(book: BenchReport, series: Mapping[tuple[str, str], Series]) -> Sequence[Figure]:
     """Every plot that there is data for, in the order of the page."""
     judged = [row for row in book.judged if row.evidence.blocks]
     controls = [row for row in book.rows if row.is_control and row.evidence.blocks]
@@ -77,8 +77,8 @@ def figures(book: Book, series: Mapping[tuple[str, str], Series]) -> Sequence[Fi
     ]
 
 
-def _shifts(book: Book, session: str) -> list[dict[str, Any]]:
-    rows: list[Row] = [row for row in book.judged if row.session.id == session]
+def _shifts(book: BenchReport, session: str) -> list[dict[str, Any]]:
+    rows: list[CaseReport] = [row for row in book.judged if row.session.id == session]
     return request_plots.shifts(rows[0].session, book.trials) if rows else []
 
 

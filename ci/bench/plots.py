@@ -8,7 +8,7 @@ from typing import Any
 
 import altair as alt
 
-from ci.bench.case_report import Row
+from ci.bench.case_report import CaseReport
 from ci.bench.charts import (
     ARM_A,
     ARM_B,
@@ -26,7 +26,7 @@ REACH = 1.6
 """A forest reaches so many times as far as its estimates and margins; longer intervals are cut."""
 
 
-def forest(rows: Sequence[Row]) -> Any:
+def forest(rows: Sequence[CaseReport]) -> Any:
     """A row a case: slowdown with its interval, the band from δ0 to δ1, a tick at the MDE."""
     far = [abs(x) for row in rows for x in (row.cost, row.bounds.delta1, row.finding.mde or 0.0)]
     reach = REACH * max(x for x in far if math.isfinite(x))
@@ -70,7 +70,7 @@ def _bent(cost: float, reach: float) -> float:
     return math.expm1(min(max(cost, -reach), reach))
 
 
-def evidence(rows: Sequence[Row]) -> Any:
+def evidence(rows: Sequence[CaseReport]) -> Any:
     """A panel a case: the three e-values after every block, with the lines they must reach."""
     names = ("worse", "not worse", "better")
     table = [
@@ -111,7 +111,7 @@ def evidence(rows: Sequence[Row]) -> Any:
 _SIDES = ("#d1433d", "#2f9e6b", "#3f83d6")
 
 
-def slopes(rows: Sequence[Row]) -> Any:
+def slopes(rows: Sequence[CaseReport]) -> Any:
     """A panel a case: both arms of every block in the order they ran, joined."""
     table = [
         {
@@ -156,7 +156,7 @@ def slopes(rows: Sequence[Row]) -> Any:
     return _panels(layered, rows).resolve_scale(y="independent")
 
 
-def _panels(layered: Any, rows: Sequence[Row]) -> Any:
+def _panels(layered: Any, rows: Sequence[CaseReport]) -> Any:
     order = [row.label for row in rows]
     facet = alt.Facet("case:N", title=None, sort=order)
     return layered.facet(facet=facet, columns=COLUMNS).resolve_scale(x="independent")

@@ -10,7 +10,7 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from ci.bench.case_report import Row
+from ci.bench.case_report import CaseReport
 from ci.bench.charts import (
     ARM_A,
     ARM_B,
@@ -132,7 +132,7 @@ def conditions_plot(rows: Sequence[dict[str, Any]]) -> Any:
     return point.facet(facet=facet, columns=COLUMNS).resolve_scale(y="independent")
 
 
-def halves(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def halves(rows: Sequence[CaseReport]) -> list[dict[str, Any]]:
     """Steps of every workload's waterfall, in log units of TPOT: where each bar starts and ends."""
     by_case = {(row.session.id, row.workload.id, row.metric): row for row in rows}
     steps = []

@@ -18,10 +18,10 @@ from ci.nightly.show import show, unverified_lines
 from harness.errors import UsageError, rejected
 
 EXTRAS = ("test", "plots")
-Config = dict[str, Any]
+NightlyConfig = dict[str, Any]
 
 
-def parser(config: Config) -> argparse.ArgumentParser:
+def parser(config: NightlyConfig) -> argparse.ArgumentParser:
     """The command line; its defaults stand in ``nightly.toml``."""
     made = argparse.ArgumentParser(prog="python -m ci.nightly", description=__doc__)
     made.add_argument("--dry-run", action="store_true", help="plan and check, launch no kernel")
@@ -36,7 +36,7 @@ def parser(config: Config) -> argparse.ArgumentParser:
     return made
 
 
-def nightly(config: Config, options: argparse.Namespace, bench: Sequence[str]) -> int:
+def nightly(config: NightlyConfig, options: argparse.Namespace, bench: Sequence[str]) -> int:
     """Exit code: 0 green, 1 red.
 
     Args:
@@ -77,14 +77,14 @@ def nightly(config: Config, options: argparse.Namespace, bench: Sequence[str]) -
     return 0 if green and not any(codes.values()) else 1
 
 
-def free_gib_needed(config: Config, arms: Mapping[str, stages.Arm]) -> float:
+def free_gib_needed(config: NightlyConfig, arms: Mapping[str, stages.PinnedArm]) -> float:
     """Room that a night takes; an arm that somebody else installed takes none."""
     made = [arm for arm in arms.values() if not arm.is_python]
     return float(config["free_gib"] + config["free_gib_environment"] * len(made))
 
 
 def left_over(
-    config: Config,
+    config: NightlyConfig,
     here: machine.Machine,
     report: Path,
     night: Sequence[stages.Stage],

@@ -24,7 +24,7 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Check:
+class NightlyCheck:
     """One thing that was asked: whether it holds (None: it could not be asked here), and why."""
 
     name: str
@@ -49,21 +49,21 @@ def checks(
     bench: Sequence[str],
     *,
     unpinned: bool = False,
-) -> list[Check]:
+) -> list[NightlyCheck]:
     """All of them, in the order they are printed."""
     stack = "gpu" if "gpu" in extras else "cpu"
     asked = accepted(extras) if unpinned else packages(extras, stack)
     return [signatures(), asked, disk(folder, free_gib), benchmark(bench)]
 
 
-def signatures() -> Check:
+def signatures() -> NightlyCheck:
     """Whether every call of the providers binds to the installed kernel packages."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "junit.xml")
         quiet = ("-q", "-n0", "-p", "no:cacheprovider", f"--junitxml={report}")
         started("pytest", SIGNATURES, *quiet)
         if not report.is_file():
-            return Check("provider signatures", False, "pytest left no report")
+            return NightlyCheck("provider signatures", False, "pytest left no report")
         [suite] = Xml.parse(report).getroot().iter("testsuite")
     tests, failures, errors, skipped = (
         int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")
@@ -73,10 +73,10 @@ def signatures() -> Check:
     if skipped:
         said += f"; {skipped} skipped, because a kernel package is not installed"
     holds = None if skipped and not wrong else not wrong and tests > 0
-    return Check("provider signatures", holds, said)
+    return NightlyCheck("provider signatures", holds, said)
 
 
-def packages(extras: Sequence[str], stack: str) -> Check:
+def packages(extras: Sequence[str], stack: str) -> NightlyCheck:
     """Whether every requirement of these extras is installed at its pinned version."""
     pins = dict(pinned("constraints.txt", f"constraints-{stack}.txt"))
     wanted = requirements(extras)
@@ -86,10 +86,10 @@ def packages(extras: Sequence[str], stack: str) -> Check:
         if found != pins.get(name):
             wrong.append(f"{name} {pins.get(name, 'unpinned')} is pinned, {found} is installed")
     said = "; ".join(wrong) or f"{len(wanted)} requirements are installed as pinned for {stack}"
-    return Check("packages", not wrong, said)
+    return NightlyCheck("packages", not wrong, said)
 
 
-def accepted(extras: Sequence[str]) -> Check:
+def accepted(extras: Sequence[str]) -> NightlyCheck:
     """Whether every requirement of these extras is installed at a version that it accepts."""
     wanted = [(requirement, installed(requirement)) for requirement in requirements(extras)]
     wrong = [
@@ -98,7 +98,9 @@ def accepted(extras: Sequence[str]) -> Check:
         if found is None or found not in requirement.specifier
     ]
     here = ", ".join(f"{requirement.name} {found}" for requirement, found in wanted)
-    return Check("packages", not wrong, "; ".join(wrong) or f"not held to their pins: {here}")
+    return NightlyCheck(
+        "packages", not wrong, "; ".join(wrong) or f"not held to their pins: {here}"
+    )
 
 
 def pinned(*names: str) -> Iterator[tuple[str, str]]:
@@ -125,16 +127,16 @@ def installed(requirement: Requirement) -> str | None:
         return None
 
 
-def disk(folder: Path, free_gib: float) -> Check:
+def disk(folder: Path, free_gib: float) -> NightlyCheck:
     """Whether there is room for two arms and their compiled kernels."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(existing).free / GIB
-    return Check("disk", free >= free_gib, f"{free:.0f} GiB free, {free_gib:.0f} are needed")
+    return NightlyCheck("disk", free >= free_gib, f"{free:.0f} GiB free, {free_gib:.0f} are needed")
 
 
-def benchmark(argv: Sequence[str]) -> Check:
+def benchmark(argv: Sequence[str]) -> NightlyCheck:
     """Whether the benchmark understands its command line."""
     done = ran([*argv, "--dry-run"])
     holds = done.returncode == 0
     said = (done.stdout if holds else done.stderr).strip().rpartition("\n")[2]
-    return Check("benchmark", holds, said)
+    return NightlyCheck("benchmark", holds, said)

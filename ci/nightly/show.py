@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from ci.nightly.checks import Check
+from ci.nightly.checks import NightlyCheck
 from ci.nightly.machine import Machine
 from ci.nightly.stages import Stage
-from ci.nightly.trials import Trial, per_subject
+from ci.nightly.trials import PlannedTrial, per_subject
 
 MARKS = {True: "[green]yes[/]", False: "[bold red]no[/]", None: "[yellow]not asked[/]"}
 
@@ -19,8 +19,8 @@ MARKS = {True: "[green]yes[/]", False: "[bold red]no[/]", None: "[yellow]not ask
 def show(
     console: Console,
     machine: Machine,
-    trials: Sequence[Trial],
-    checks: Sequence[Check],
+    trials: Sequence[PlannedTrial],
+    checks: Sequence[NightlyCheck],
     night: Sequence[Stage],
 ) -> None:
     """Print machine, checks, the trials of every subject and the stages."""

@@ -34,7 +34,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Arm:
+class PinnedArm:
     """One side of the benchmark.
 
     Args:
@@ -74,7 +74,7 @@ class Arm:
         return [Stage(f"{name} environment", make), Stage(name, pip, (f"{name} environment",))]
 
 
-def arms_of(pins: Mapping[str, str]) -> dict[str, Arm]:
+def arms_of(pins: Mapping[str, str]) -> dict[str, PinnedArm]:
     """Name -> arm.
 
     Args:
@@ -83,14 +83,14 @@ def arms_of(pins: Mapping[str, str]) -> dict[str, Arm]:
     Raises:
         UsageError: a pin is neither a requirement nor a Python.
     """
-    return {name: Arm(pin, ROOT / ".tox" / "pins") for name, pin in pins.items()}
+    return {name: PinnedArm(pin, ROOT / ".tox" / "pins") for name, pin in pins.items()}
 
 
 def plan(
     machine: Machine,
     config: dict[str, Any],
     report: Path,
-    arms: Mapping[str, Arm],
+    arms: Mapping[str, PinnedArm],
     options: Sequence[str] = (),
 ) -> list[Stage]:
     """The stages of a night on this machine.
@@ -122,7 +122,9 @@ def module(name: str, *args: str) -> tuple[str, ...]:
     return (sys.executable, "-m", name, *args)
 
 
-def _server(machine: Machine, config: dict[str, Any], out: Path, candidate: Arm) -> tuple[str, ...]:
+def _server(
+    machine: Machine, config: dict[str, Any], out: Path, candidate: PinnedArm
+) -> tuple[str, ...]:
     """The suites of servers, asked of the candidate."""
     serves = ("--server", "sglang", "--server-python", candidate.python)
     what = ("--server-pair", config["pair"], "--server-backend", machine.row["attention_backend"])
@@ -130,7 +132,7 @@ def _server(machine: Machine, config: dict[str, Any], out: Path, candidate: Arm)
 
 
 def _bench(
-    machine: Machine, config: dict[str, Any], out: Path, arms: Mapping[str, Arm]
+    machine: Machine, config: dict[str, Any], out: Path, arms: Mapping[str, PinnedArm]
 ) -> tuple[str, ...]:
     backend = machine.row["attention_backend"]
     common = f"sglang:pair={config['pair']},backend={backend},{config['arm']}"

@@ -14,7 +14,7 @@ from harness.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Trial:
+class PlannedTrial:
     """A planned differential trial; ``refused`` is why it will not run, empty if it will."""
 
     case: str
@@ -24,7 +24,7 @@ class Trial:
     refused: str
 
 
-def planned(sm: Sm) -> list[Trial]:
+def planned(sm: Sm) -> list[PlannedTrial]:
     """Every differential trial of a GPU of this compute capability, wherever this runs.
 
     Raises:
@@ -34,12 +34,12 @@ def planned(sm: Sm) -> list[Trial]:
     if done.returncode:
         raise UsageError(f"no plan: {(done.stderr.strip().splitlines() or ['no cause given'])[-1]}")
     rows = json.loads(done.stdout)
-    return [Trial(*(name or "" for name in row)) for row in rows]
+    return [PlannedTrial(*(name or "" for name in row)) for row in rows]
 
 
-def per_subject(trials: Iterable[Trial]) -> list[tuple[str, int, int, str]]:
+def per_subject(trials: Iterable[PlannedTrial]) -> list[tuple[str, int, int, str]]:
     """(subject, trials that run, refused ones, their most frequent reason)."""
-    groups: defaultdict[str, list[Trial]] = defaultdict(list)
+    groups: defaultdict[str, list[PlannedTrial]] = defaultdict(list)
     for trial in trials:
         groups[trial.subject].append(trial)
     rows = []
@@ -50,7 +50,7 @@ def per_subject(trials: Iterable[Trial]) -> list[tuple[str, int, int, str]]:
     return rows
 
 
-def unverified(trials: Sequence[Trial], records: Iterable[Record]) -> dict[str, int]:
+def unverified(trials: Sequence[PlannedTrial], records: Iterable[Record]) -> dict[str, int]:
     """Subject -> planned trials of it that no record shows passed on a GPU.
 
     Args:

@@ -11,7 +11,7 @@ from harness.attention.metadata import FillInputs, Metadata, TableLayout
 from harness.attention.metadata_writer import MetadataWriter
 from harness.attention.round_plan import RoundPlan
 from harness.errors import CapacityError, ContractError, rejected
-from harness.kernels.interface import Provider
+from harness.kernels.interface import Kernel
 from harness.kernels.shape_checks import FP8
 from harness.upstream.allocator import ReqToTokenPool
 from harness.upstream.base_attn_backend import AttentionBackend
@@ -52,7 +52,7 @@ class PagedBackend(AttentionBackend):
     def __init__(
         self,
         *,
-        provider: Provider,
+        provider: Kernel,
         req_to_token_pool: ReqToTokenPool,
         token_to_kv_pool: KVPool,
         max_context_len: int,

@@ -7,23 +7,23 @@ from dataclasses import dataclass, replace
 
 from harness.bench.analysis_blocks import blocks_of, complete, split
 from harness.bench.session_records import CasePlan, Line, Role, Session, Trial, Workload
-from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.counts import changes
 from harness.bench.stats.design import Block
 from harness.bench.stats.estimates import detectable
 from harness.bench.stats.multiple_testing import Control, believe, settle
-from harness.bench.stats.sequential_test import Evidence, Plan, judge
+from harness.bench.stats.sequential_test import Evidence, SequentialPlan, judge
 
 SLOWED = ("step_time", "tpot")
 """Metrics that a slowdown of a server's steps shows in; either will do."""
 NOISY = 3
 """Fewest A/A blocks that say anything about noise."""
 WORST_FIRST = (
-    Ruling.INVALID,
-    Ruling.REGRESSED,
-    Ruling.INCONCLUSIVE,
-    Ruling.IMPROVED,
-    Ruling.OK,
+    BenchVerdict.INVALID,
+    BenchVerdict.REGRESSED,
+    BenchVerdict.INCONCLUSIVE,
+    BenchVerdict.IMPROVED,
+    BenchVerdict.OK,
 )
 
 
@@ -59,7 +59,7 @@ class Finding:
         return f"{self.session.id}/{self.workload.id}/{self.metric}"
 
     @property
-    def ruling(self) -> Ruling:
+    def ruling(self) -> BenchVerdict:
         """What is said of it."""
         return self.evidence.ruling
 
@@ -75,7 +75,7 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Night:
+class RunVerdict:
     """Findings judged together.
 
     Args:
@@ -87,11 +87,11 @@ class Night:
     reasons: tuple[str, ...]
 
     @property
-    def ruling(self) -> Ruling:
+    def ruling(self) -> BenchVerdict:
         """The worst of the candidates'; INVALID where the night is not believed."""
         rulings = {found.ruling for found in self.findings if found.role is Role.CANDIDATE}
-        worst = next((ruling for ruling in WORST_FIRST if ruling in rulings), Ruling.INVALID)
-        return Ruling.INVALID if self.reasons else worst
+        worst = next((ruling for ruling in WORST_FIRST if ruling in rulings), BenchVerdict.INVALID)
+        return BenchVerdict.INVALID if self.reasons else worst
 
 
 def findings(lines: Iterable[Line], *, detectable_too: bool = True) -> list[Finding]:
@@ -118,7 +118,7 @@ def findings(lines: Iterable[Line], *, detectable_too: bool = True) -> list[Find
 
 
 def _judged(session: Session, case: CasePlan, trials: Sequence[Trial]) -> Finding:
-    plan = Plan(
+    plan = SequentialPlan(
         margin=case.margin,
         bounds=case.bounds,
         seed=session.seed,
@@ -157,7 +157,7 @@ def _counted(session: Session, trials: Sequence[Trial], evidence: Evidence) -> E
     if not changed:
         return evidence
     why = tuple(f"count {name}: A {a}, B {b}" for name, (a, b) in changed.items())
-    ruling = evidence.ruling if session.role is Role.CANDIDATE else Ruling.INVALID
+    ruling = evidence.ruling if session.role is Role.CANDIDATE else BenchVerdict.INVALID
     return replace(evidence, ruling=ruling, reasons=(*why, *evidence.reasons))
 
 
@@ -167,7 +167,7 @@ def _with_mde(found: Finding, same: Finding | None) -> Finding:
     return replace(found, mde=detectable(same.effects, found.case.bounds, found.session.thresholds))
 
 
-def verdict(found: Sequence[Finding]) -> Night:
+def verdict(found: Sequence[Finding]) -> RunVerdict:
     """Fold in the family and the controls.
 
     Blame and praise of candidates are settled by e-BH. An A/A case that was blamed or praised, or a
@@ -182,7 +182,7 @@ def verdict(found: Sequence[Finding]) -> Night:
     reasons = [why for why in refused if why.startswith("control ")]
     if not candidates:
         reasons = ["no candidate was measured"]
-    return Night(findings=ruled, reasons=tuple(dict.fromkeys(reasons)))
+    return RunVerdict(findings=ruled, reasons=tuple(dict.fromkeys(reasons)))
 
 
 def _controls(found: Sequence[Finding]) -> list[dict[Control, Evidence]]:

@@ -12,18 +12,18 @@ from harness.errors import UsageError, rejected
 
 TIMES = ("us", "ms")
 """Units whose values scale with the clock."""
-Trials = dict[tuple[str, str], list[Trial]]
+TrialsByArm = dict[tuple[str, str], list[Trial]]
 """By (session, workload)."""
 
 
-def split(lines: Iterable[Line]) -> tuple[list[Session], Trials]:
+def split(lines: Iterable[Line]) -> tuple[list[Session], TrialsByArm]:
     """Plans in order, and the trials of each (session, workload); a missing pair is empty.
 
     Raises:
         UsageError: a trial of a session that has no plan, or two plans of one id.
     """
     sessions: dict[str, Session] = {}
-    trials: Trials = defaultdict(list)
+    trials: TrialsByArm = defaultdict(list)
     for line in lines:
         if isinstance(line, Trial):
             if line.session not in sessions:

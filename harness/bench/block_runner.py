@@ -13,19 +13,19 @@ from harness.bench.analysis import Finding, findings
 from harness.bench.analysis_blocks import complete
 from harness.bench.arms import Arm
 from harness.bench.jsonl import append
-from harness.bench.measure import Seat
+from harness.bench.measure import TrialSlot
 from harness.bench.server_pool import Server, Started, stopped_together, wait_together
 from harness.bench.session_records import Line, Role, Session, Trial, Workload
-from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.design import toss
 
 SIDE_BY_SIDE = 12
 """Servers that are up at a time."""
-Measure = Callable[[Seat, Arm, Server, Workload], Trial]
+Measure = Callable[[TrialSlot, Arm, Server, Workload], Trial]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
+class BlockTask:
     """A block that is to be measured, and what is measured in it."""
 
     session: Session
@@ -34,7 +34,7 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Due:
+class OpenSession:
     """A session of which something is undecided: on which workloads, within how many blocks."""
 
     session: Session
@@ -42,7 +42,7 @@ class Due:
     left: int
 
 
-class Watch(Protocol):
+class RunObserver(Protocol):
     """Who is told how it goes."""
 
     def trial(self, trial: Trial) -> None:
@@ -53,7 +53,7 @@ class Watch(Protocol):
 
 
 @dataclass(kw_only=True)
-class Waves:
+class BlockRunner:
     """A benchmark under way.
 
     Args:
@@ -74,7 +74,7 @@ class Waves:
     out: Path
     logs: Path
     measure: Measure
-    watch: Watch
+    watch: RunObserver
     lines: list[Line] = field(default_factory=list)
     seconds: float = float("inf")
     side_by_side: int = SIDE_BY_SIDE
@@ -99,7 +99,7 @@ class Waves:
             self.watch.wave(found)
         return findings(self.lines)
 
-    def _due(self, found: Sequence[Finding]) -> list[Due]:
+    def _due(self, found: Sequence[Finding]) -> list[OpenSession]:
         """Sessions with workloads of which something is undecided.
 
         A planted slowdown that was shown by one metric need not be shown by another.
@@ -107,13 +107,13 @@ class Waves:
         due = []
         for session in self.sessions:
             mine = [f for f in found if f.session.id == session.id]
-            shown = {f.workload.id for f in mine if f.ruling is Ruling.REGRESSED}
+            shown = {f.workload.id for f in mine if f.ruling is BenchVerdict.REGRESSED}
             enough = shown if session.role is Role.PLANTED else set()
             open_ = [f for f in mine if not f.evidence.over and f.workload.id not in enough]
             undecided = {f.workload.id for f in open_}
             if open_:
                 due.append(
-                    Due(
+                    OpenSession(
                         session=session,
                         workloads=[w for w in session.workloads if w.id in undecided],
                         left=max(f.case.bounds.n_max - f.evidence.blocks for f in open_),
@@ -121,16 +121,16 @@ class Waves:
                 )
         return due
 
-    def _at_once(self, due: Sequence[Due]) -> int:
+    def _at_once(self, due: Sequence[OpenSession]) -> int:
         return max(1, self.side_by_side // due[0].session.design.launches)
 
-    def _turns(self, due: Sequence[Due]) -> list[Turn]:
+    def _turns(self, due: Sequence[OpenSession]) -> list[BlockTask]:
         """The blocks of a round: every session's next one, then every session's second next."""
         ahead = max(1, self._at_once(due) // len(due))
         by_session = [self._next(one, min(ahead, one.left)) for one in due]
         return [turn for turns in zip_longest(*by_session) for turn in turns if turn]
 
-    def _wave(self, turns: Sequence[Turn]) -> None:
+    def _wave(self, turns: Sequence[BlockTask]) -> None:
         with stopped_together() as started:
             servers = [self._launch(turn, started) for turn in turns]
             wait_together(started)
@@ -139,7 +139,7 @@ class Waves:
                     for seat, arm, server in by_place:
                         self._add(self.measure(seat, arm, server, workload))
 
-    def _launch(self, turn: Turn, started: Started) -> list[tuple[Seat, Arm, Server]]:
+    def _launch(self, turn: BlockTask, started: Started) -> list[tuple[TrialSlot, Arm, Server]]:
         """Start what a block needs; who measures where, in run order."""
         session, by_place = turn.session, []
         launched: dict[str, Server] = {}
@@ -151,11 +151,11 @@ class Waves:
                 log = f"{session.role.name.lower()}-{turn.index}-{name}.log"
                 launched[name] = arm.start(self.logs / log)
                 started[arm.spec].append(launched[name])
-            seat = Seat(session=session.id, block=turn.index, place=place, arm=letter)
+            seat = TrialSlot(session=session.id, block=turn.index, place=place, arm=letter)
             by_place.append((seat, arm, launched[name]))
         return by_place
 
-    def _next(self, due: Due, ahead: int) -> list[Turn]:
+    def _next(self, due: OpenSession, ahead: int) -> list[BlockTask]:
         """The next blocks; an interruption may have split a block's workloads."""
         session, workloads = due.session, due.workloads
         mine = [t for t in self.lines if isinstance(t, Trial) and t.session == session.id]
@@ -165,7 +165,7 @@ class Waves:
         }
         first = min(done.values())
         return [
-            Turn(session=session, index=i, workloads=[w for w in workloads if done[w] <= i])
+            BlockTask(session=session, index=i, workloads=[w for w in workloads if done[w] <= i])
             for i in range(first, first + ahead)
         ]
 

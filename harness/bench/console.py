@@ -14,15 +14,15 @@ from rich.text import Text
 
 from harness.bench.analysis import Finding
 from harness.bench.session_records import Session, Trial
-from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.sequential_test import Evidence
 
 COLOURS = {
-    Ruling.REGRESSED: "bold red",
-    Ruling.INVALID: "red",
-    Ruling.INCONCLUSIVE: "yellow",
-    Ruling.OK: "green",
-    Ruling.IMPROVED: "bold green",
+    BenchVerdict.REGRESSED: "bold red",
+    BenchVerdict.INVALID: "red",
+    BenchVerdict.INCONCLUSIVE: "yellow",
+    BenchVerdict.OK: "green",
+    BenchVerdict.IMPROVED: "bold green",
 }
 HEADS = ("session", "workload", "metric", "ruling", "B / A", "95 %", "e", "MDE", "blocks")
 
@@ -60,7 +60,7 @@ def table(found: Sequence[Finding]) -> Table:
     return made
 
 
-class Screen:
+class ConsoleView:
     """Shows trials and findings on a terminal; elsewhere a line a wave.
 
     Args:
@@ -84,7 +84,7 @@ class Screen:
         }
         self._live = Live(self._bars, console=console, transient=True)
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> ConsoleView:
         if self._console.is_terminal:
             self._live.start()
         return self
@@ -115,7 +115,7 @@ def _most(session: Session) -> int:
     return most * places * len(session.workloads)
 
 
-def conclude(found: Sequence[Finding], reasons: Sequence[str], ruling: Ruling) -> Group:
+def conclude(found: Sequence[Finding], reasons: Sequence[str], ruling: BenchVerdict) -> Group:
     """The last word: the table, the verdict and why."""
     why = [Text(f"  {reason}") for reason in reasons]
     return Group(table(found), Text(f"verdict: {ruling}", style=COLOURS[ruling]), *why)

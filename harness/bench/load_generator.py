@@ -14,7 +14,7 @@ import requests
 
 from harness.bench.session_records import Sample, Workload
 from harness.errors import ContractError, brief
-from harness.server.client.sglang import Chunk
+from harness.server.client.sglang import StreamChunk
 
 Prompt = Sequence[int]
 
@@ -22,12 +22,12 @@ Prompt = Sequence[int]
 class Streaming(Protocol):
     """What a pass needs of a client."""
 
-    def stream(self, input_ids: Prompt, max_new_tokens: int) -> Iterator[Chunk]:
+    def stream(self, input_ids: Prompt, max_new_tokens: int) -> Iterator[StreamChunk]:
         """Chunks of a greedy continuation that ignores the end token."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pass:
+class WorkloadRun:
     """All requests of a workload, once.
 
     Args:
@@ -66,7 +66,9 @@ def one(client: Streaming, prompt: Prompt, output_len: int) -> Sample:
     )
 
 
-def drive(connect: Callable[[], Streaming], workload: Workload, prompts: Sequence[Prompt]) -> Pass:
+def drive(
+    connect: Callable[[], Streaming], workload: Workload, prompts: Sequence[Prompt]
+) -> WorkloadRun:
     """A closed loop: as many clients as the batch holds, each sends when its last was answered.
 
     Args:
@@ -101,4 +103,4 @@ def drive(connect: Callable[[], Streaming], workload: Workload, prompts: Sequenc
             future.result()
     seconds = time.perf_counter() - started
     samples = tuple(answered[place] for place in sorted(answered))
-    return Pass(samples=samples, failures=tuple(failures), seconds=seconds)
+    return WorkloadRun(samples=samples, failures=tuple(failures), seconds=seconds)

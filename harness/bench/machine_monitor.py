@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from harness.bench.nvml import Reading
+from harness.bench.nvml import GpuReading
 
 PERIOD_S = 0.1
 NICENESS = -10
@@ -26,12 +26,12 @@ class Gpu(Protocol):
     machine: str
     pcie_full: bool
 
-    def read(self) -> Reading:
+    def read(self) -> GpuReading:
         """What it does now."""
 
 
 @dataclass
-class Probe:
+class MachineMonitor:
     """Watches the host, and a GPU where there is one, while its context is open.
 
     Args:
@@ -43,10 +43,10 @@ class Probe:
     gpu: Gpu | None = None
     present: frozenset[int] = frozenset()
     leaders: Sequence[int] = ()
-    readings: list[Reading] = field(default_factory=list)
+    readings: list[GpuReading] = field(default_factory=list)
     load: float = 0.0
 
-    def __enter__(self) -> Probe:
+    def __enter__(self) -> MachineMonitor:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._before = self._clocks()

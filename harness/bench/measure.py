@@ -12,8 +12,8 @@ from typing import Any
 import requests
 
 from harness.bench.arms import Arm
-from harness.bench.load_generator import Pass, Prompt, drive
-from harness.bench.machine_monitor import Probe
+from harness.bench.load_generator import Prompt, WorkloadRun, drive
+from harness.bench.machine_monitor import MachineMonitor
 from harness.bench.metrics import metrics
 from harness.bench.server_pool import Server
 from harness.bench.session_records import Sample, Trial, Workload
@@ -27,7 +27,7 @@ MOST_SLEEP_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class TrialSlot:
     """Where a trial sits in the design: see ``Trial``."""
 
     session: str
@@ -37,7 +37,7 @@ class Seat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trials:
+class NumberedTrials:
     """Makes trials.
 
     Args:
@@ -53,14 +53,14 @@ class Trials:
     prompts: Callable[[Workload], Sequence[Prompt]]
     warm_ups: int
     passes: int
-    watch: Callable[[Server], Probe] = lambda _: Probe()
+    watch: Callable[[Server], MachineMonitor] = lambda _: MachineMonitor()
     connect: Callable[[str], Client] = Client
     empty: Callable[[str], Flushed] = flush
     check: Callable[[Arm, Client, Workload], None] | None = None
     warm: dict[tuple[str, str], float] = field(default_factory=dict, repr=False)
     """Milliseconds a step by (URL, workload), of what has been warmed up."""
 
-    def run(self, seat: Seat, arm: Arm, server: Server, workload: Workload) -> Trial:
+    def run(self, seat: TrialSlot, arm: Arm, server: Server, workload: Workload) -> Trial:
         """Measure; whatever the server does wrong makes the trial invalid and is its reason."""
         started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
         measured = _Measured()
@@ -80,7 +80,7 @@ class Trials:
     def _measure(self, measured: _Measured, arm: Arm, server: Server, workload: Workload) -> None:
         prompts = self.prompts(workload)
 
-        def send() -> Pass:
+        def send() -> WorkloadRun:
             return drive(lambda: self.connect(server.url), workload, prompts)
 
         where = (server.url, workload.id)
@@ -120,7 +120,7 @@ class Trials:
 class _Measured:
     """A trial in the making."""
 
-    passes: list[Pass] = field(default_factory=list)
+    passes: list[WorkloadRun] = field(default_factory=list)
     flushes: list[Flushed] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)

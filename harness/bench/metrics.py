@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from harness.bench.load_generator import Pass
+from harness.bench.load_generator import WorkloadRun
 from harness.bench.session_records import Sample
 
 
@@ -25,7 +25,7 @@ def percentile_99(values: Sequence[float]) -> float:
     return sorted(values)[math.ceil(0.99 * len(values)) - 1]
 
 
-def metrics(passes: Sequence[Pass]) -> dict[str, float]:
+def metrics(passes: Sequence[WorkloadRun]) -> dict[str, float]:
     """Numbers of a trial by the name of their margin; none of passes in which a request failed.
 
     TPOT, TTFT and step time are medians over requests, the throughput is tokens of all passes over

@@ -18,7 +18,7 @@ THROTTLES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class GpuReading:
     """One look at a GPU.
 
     Args:
@@ -57,11 +57,11 @@ class Nvml:
         width = _asked(pynvml.nvmlDeviceGetCurrPcieLinkWidth, self._handle)
         self.pcie_full = width == _asked(pynvml.nvmlDeviceGetMaxPcieLinkWidth, self._handle)
 
-    def read(self) -> Reading:
+    def read(self) -> GpuReading:
         """What it does now."""
         handle = self._handle
         reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
-        return Reading(
+        return GpuReading(
             mhz=float(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)),
             celsius=float(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
             throttled=tuple(name for name, bit in THROTTLES.items() if reasons & bit),

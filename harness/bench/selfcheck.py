@@ -23,17 +23,17 @@ from rich.table import Table
 from harness.bench.analysis import Finding, findings
 from harness.bench.jsonl import read
 from harness.bench.session_records import Role, Trial
-from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.core.argument_types import above_zero, count
 from harness.core.paths import ROOT
 from harness.server.launch.process import embedded, launch
 
 WORKLOAD = "smoke-bs2-in32-out32"
-FLAGGED = (Ruling.REGRESSED, Ruling.IMPROVED)
+FLAGGED = (BenchVerdict.REGRESSED, BenchVerdict.IMPROVED)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SelfCheckOutcome:
     """What one run showed.
 
     Args:
@@ -43,29 +43,29 @@ class Outcome:
         seconds: of all trials.
     """
 
-    same: dict[str, Ruling]
-    planted: dict[str, Ruling]
+    same: dict[str, BenchVerdict]
+    planted: dict[str, BenchVerdict]
     blocks: int
     seconds: float
 
     @property
     def left_alone(self) -> bool:
         """Whether A/A was measured and neither blamed nor praised."""
-        return bool(self.same) and not {*self.same.values()} & {*FLAGGED, Ruling.INVALID}
+        return bool(self.same) and not {*self.same.values()} & {*FLAGGED, BenchVerdict.INVALID}
 
     @property
     def found(self) -> bool:
         """Whether the slowdown was blamed."""
-        return Ruling.REGRESSED in self.planted.values()
+        return BenchVerdict.REGRESSED in self.planted.values()
 
 
-def outcome(found: Sequence[Finding], seconds: float) -> Outcome:
+def outcome(found: Sequence[Finding], seconds: float) -> SelfCheckOutcome:
     """Sum up a run's findings."""
     by_role = {
         role: {f.metric: f.ruling for f in found if f.role is role}
         for role in (Role.SAME, Role.PLANTED)
     }
-    return Outcome(
+    return SelfCheckOutcome(
         same=by_role[Role.SAME],
         planted=by_role[Role.PLANTED],
         blocks=max((f.evidence.blocks for f in found), default=0),
@@ -73,7 +73,7 @@ def outcome(found: Sequence[Finding], seconds: float) -> Outcome:
     )
 
 
-def run(number: int, options: argparse.Namespace) -> Outcome:
+def run(number: int, options: argparse.Namespace) -> SelfCheckOutcome:
     """One benchmark on one launch, or what an earlier attempt has of it."""
     done = options.out.absolute() / f"run-{number}.jsonl"
     if done.exists():
@@ -91,13 +91,13 @@ def run(number: int, options: argparse.Namespace) -> Outcome:
     return _outcome_of(out.rename(done))
 
 
-def _outcome_of(records: Path) -> Outcome:
+def _outcome_of(records: Path) -> SelfCheckOutcome:
     lines = list(read(records))
     seconds = sum(line.seconds for line in lines if isinstance(line, Trial))
     return outcome(findings(lines, detectable_too=False), seconds)
 
 
-def table(outcomes: Sequence[Outcome]) -> Table:
+def table(outcomes: Sequence[SelfCheckOutcome]) -> Table:
     """One row a run, and the sums."""
     made = Table("run", "A/A", "planted", "blocks", "seconds", box=None, pad_edge=False)
     for number, one in enumerate(outcomes):

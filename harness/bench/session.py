@@ -9,10 +9,10 @@ from pathlib import Path
 from rich.console import Console
 
 from harness.bench.analysis import Finding
-from harness.bench.block_runner import SIDE_BY_SIDE, Measure, Waves
-from harness.bench.console import Screen
+from harness.bench.block_runner import SIDE_BY_SIDE, BlockRunner, Measure
+from harness.bench.console import ConsoleView
 from harness.bench.jsonl import PACKED, append, mend, read
-from harness.bench.measure import Seat
+from harness.bench.measure import TrialSlot
 from harness.bench.plan import Levels, Setup, check_resumed, sessions
 from harness.bench.server_pool import stopped_together
 from harness.bench.session_records import Line, Session
@@ -21,7 +21,7 @@ from harness.errors import ContractError, UsageError, rejected
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class BenchRun:
     """How a setup is carried out.
 
     Args:
@@ -31,7 +31,7 @@ class Run:
         environment: tells the machine.
         console: where progress is shown.
         resume: go on with the plan that ``out`` holds.
-        seconds, side_by_side: see ``Waves``.
+        seconds, side_by_side: see ``BlockRunner``.
     """
 
     setup: Setup
@@ -54,8 +54,8 @@ class Run:
         logs.mkdir(parents=True, exist_ok=True)
         lines = self._begin(logs)
         plans = [line for line in lines if isinstance(line, Session)]
-        with Screen(plans, self.console) as screen:
-            return Waves(
+        with ConsoleView(plans, self.console) as screen:
+            return BlockRunner(
                 sessions=plans,
                 arms={role: self.setup.arms(role) for role in self.setup.roles},
                 out=self.out,
@@ -99,7 +99,7 @@ class Run:
                 started[arm.spec].append(server)
                 ready.append((letter, arm, server))
             for letter, arm, server in ready:
-                seat = Seat(session="rehearsal", block=0, place=0, arm=letter)
+                seat = TrialSlot(session="rehearsal", block=0, place=0, arm=letter)
                 for workload in self.setup.workloads:
                     trial = self.measure(seat, arm, server, workload)
                     if trial.invalid:

@@ -10,7 +10,7 @@ import torch
 
 from harness.core.case import Case, Execution, Inputs, KVDtype
 from harness.differential.dense import dense_rows
-from harness.differential.forward import Performance, company, perform
+from harness.differential.forward import ForwardResult, company, run_forward
 from harness.differential.judge import stored
 from harness.differential.traced_inputs import (
     COMPANY,
@@ -38,7 +38,7 @@ ELSEWHERE = {
 
 
 @dataclass
-class Sight:
+class KeysRead:
     """What one query read in one layer, over all passes.
 
     Args:
@@ -55,13 +55,13 @@ def explain(
     subject: Subject,
     execution: Execution,
     device: torch.device | str,
-    performance: Performance,
+    performance: ForwardResult,
 ) -> str:
     """One line: what the cache tells, or else what the case tells when it runs once more."""
     return rotation(performance) or keys_read(case, subject, execution, device)
 
 
-def rotation(performance: Performance) -> str:
+def rotation(performance: ForwardResult) -> str:
     """The first request whose new keys were rotated for other positions; empty if none was."""
     stage, output = performance.stage, performance.output
     case, requests = stage.case, stage.world.batches[0]
@@ -98,14 +98,14 @@ def keys_read(
     world = make_world(case, *others)
     keys, room = by_distance_from_the_end(case), capacity(case)
     passes = [keys[i : i + room] for i in range(0, min(len(keys), PASSES * room), room)]
-    sights = [[Sight() for _ in range(case.num_layers)] for _ in range(case.num_tokens)]
+    sights = [[KeysRead() for _ in range(case.num_layers)] for _ in range(case.num_tokens)]
     for watched in passes:
-        performance = perform(subject, watching(world, watched), execution, device)
+        performance = run_forward(subject, watching(world, watched), execution, device)
         _add(sights, performance)
     return _told(case, sights, {key for watched in passes for key in watched})
 
 
-def _add(sights: list[list[Sight]], performance: Performance) -> None:
+def _add(sights: list[list[KeysRead]], performance: ForwardResult) -> None:
     world = performance.stage.world
     states = performance.output.hidden_states
     if isinstance(performance.output, DraftOutput):
@@ -125,7 +125,7 @@ def _add(sights: list[list[Sight]], performance: Performance) -> None:
                     sight.keys.add(world.watched[token - FIRST_WATCHED])
 
 
-def _told(case: Case, sights: list[list[Sight]], watched: set[tuple[int, int]]) -> str:
+def _told(case: Case, sights: list[list[KeysRead]], watched: set[tuple[int, int]]) -> str:
     queries = [(i, j) for i, count in enumerate(case.q_lens) for j in range(count)]
     wrong = []
     for (i, j), layers in zip(queries, sights, strict=True):
@@ -147,7 +147,7 @@ def _told(case: Case, sights: list[list[Sight]], watched: set[tuple[int, int]]) 
 
 
 def _faults(
-    sight: Sight, request: int, due: set[tuple[int, int]], first: int, position: int
+    sight: KeysRead, request: int, due: set[tuple[int, int]], first: int, position: int
 ) -> list[str]:
     own = {t for i, t in sight.keys if i == request}
     counts = {

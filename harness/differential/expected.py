@@ -11,14 +11,14 @@ import torch
 from harness.core.case import Case, Family, KVDtype, Mode
 from harness.core.numerics import PLAIN, Numerics
 from harness.differential.dense import DenseRows, dense_rows
-from harness.differential.inputs import Requests, World
+from harness.differential.inputs import BatchInputs, TestInputs
 from harness.oracle import attend, low_precision_attend, quantize_dequantize
 
 Attend = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Answer:
+class OracleAnswer:
     """T query tokens, request after request; a multi-step draft has num_steps - 1 a request.
 
     Args:
@@ -41,15 +41,15 @@ class Expected:
         values: [L, T, kv heads, value dim] float64.
     """
 
-    oracle: Answer
-    reference: Answer
+    oracle: OracleAnswer
+    reference: OracleAnswer
     keys: torch.Tensor
     values: torch.Tensor
 
 
 def expect(
-    world: World,
-    requests: Requests,
+    world: TestInputs,
+    requests: BatchInputs,
     *,
     fed_tokens: torch.Tensor | None = None,
     numerics: Numerics = PLAIN,
@@ -82,14 +82,14 @@ def expect(
     )
 
 
-def _problem_of_nothing(world: World, case: Case) -> DenseRows:
+def _problem_of_nothing(world: TestInputs, case: Case) -> DenseRows:
     nothing = torch.empty(0, dtype=torch.int64)
     return dense_rows(world.weights, case, nothing, nothing, queries=0)
 
 
 def _problem(
-    world: World,
-    requests: Requests,
+    world: TestInputs,
+    requests: BatchInputs,
     i: int,
     fed_tokens: torch.Tensor | None,
     rounds_query: bool,
@@ -121,12 +121,12 @@ def _window(case: Case, layer: int) -> int:
 
 
 def _answer(
-    world: World,
-    requests: Requests,
+    world: TestInputs,
+    requests: BatchInputs,
     problems: list[DenseRows],
     attention: Attend,
     dtype: torch.dtype,
-) -> Answer:
+) -> OracleAnswer:
     case, weights = requests.case, world.weights
     hidden = [torch.empty(0, weights.hidden_size, dtype=dtype)]
     for rows in problems:
@@ -145,10 +145,12 @@ def _answer(
         hidden.append(torch.cat(outputs, -1))
     states = _with_incoming(torch.cat(hidden), requests, dtype)
     head = weights.lm_head.double() if dtype == torch.float64 else weights.lm_head
-    return Answer(hidden_states=states, logits=states.to(head.dtype) @ head)
+    return OracleAnswer(hidden_states=states, logits=states.to(head.dtype) @ head)
 
 
-def _with_incoming(attended: torch.Tensor, requests: Requests, dtype: torch.dtype) -> torch.Tensor:
+def _with_incoming(
+    attended: torch.Tensor, requests: BatchInputs, dtype: torch.dtype
+) -> torch.Tensor:
     """Add half the hidden state before each query token; a multi-step draft feeds its own on."""
     if requests.hidden_in is None:
         return attended

@@ -10,20 +10,20 @@ import torch
 from harness.attention.paged_backend import PagedBackend
 from harness.core.case import Case, Execution, Mode
 from harness.differential.forward_batches import make_batch, pad_batch
-from harness.differential.inputs import Requests, World
+from harness.differential.inputs import BatchInputs, TestInputs
 from harness.differential.invariants import check_frozen, check_padding, frozen
-from harness.differential.pool_state import Stage, set_stage
+from harness.differential.pool_state import PoolState, set_stage
 from harness.differential.rig import Rig, build, build_runner
 from harness.graphs.runner import GraphRunner
 from harness.subjects import Subject
 from harness.upstream.forward_batch_info import DraftOutput, ForwardBatch, LogitsProcessorOutput
 from harness.upstream.memory_pool import SWAKVPool
 
-Output = LogitsProcessorOutput | DraftOutput
+ForwardOutput = LogitsProcessorOutput | DraftOutput
 
 
 @dataclass(frozen=True)
-class Performance:
+class ForwardResult:
     """What came out, before anybody judged it.
 
     Args:
@@ -35,17 +35,17 @@ class Performance:
         violations: what the execution itself found broken.
     """
 
-    stage: Stage
+    stage: PoolState
     before: dict[str, torch.Tensor]
-    output: Output
+    output: ForwardOutput
     plans: tuple[Any, ...]
     bucket: int
     violations: tuple[str, ...] = ()
 
 
-def perform(
-    subject: Subject, world: World, execution: Execution, device: torch.device | str = "cpu"
-) -> Performance:
+def run_forward(
+    subject: Subject, world: TestInputs, execution: Execution, device: torch.device | str = "cpu"
+) -> ForwardResult:
     """Run the first batch of a world; its other batches are replayed before and after it."""
     unread = subject.numerics(device).unread(world.batches[0].case)
     stage = set_stage(world, device, unread)
@@ -74,7 +74,7 @@ def _decoy(case: Case, bs: int) -> Case:
     )
 
 
-def batch_of(stage: Stage, rig: Rig, requests: Requests) -> ForwardBatch:
+def batch_of(stage: PoolState, rig: Rig, requests: BatchInputs) -> ForwardBatch:
     """The batch, with host lengths only for a backend that asks for them."""
     return make_batch(stage, requests, host_lengths=rig.backend.needs_cpu_seq_lens)
 
@@ -86,12 +86,12 @@ def plans(rig: Rig) -> tuple[Any, ...]:
     return tuple(backend.forward_metadata for backend in rig.backend.attn_backends)
 
 
-def copies(stage: Stage) -> dict[str, torch.Tensor]:
+def copies(stage: PoolState) -> dict[str, torch.Tensor]:
     """Copies of every cache buffer, by name."""
     return {name: buffer.clone() for name, buffer in stage.buffers().items()}
 
 
-def _eager(subject: Subject, stage: Stage, rig: Rig) -> Performance:
+def _eager(subject: Subject, stage: PoolState, rig: Rig) -> ForwardResult:
     case, requests = stage.case, stage.world.batches[0]
     before = copies(stage)
     batch = planned = batch_of(stage, rig, requests)
@@ -109,17 +109,17 @@ def _eager(subject: Subject, stage: Stage, rig: Rig) -> Performance:
         for name, tensor in _tensors(output).items()
         for i in (~tensor[rows:].flatten(1).isfinite().all(1)).nonzero().flatten().tolist()[:1]
     ]
-    return Performance(stage, before, _cut(output, rows), plans(rig), case.bs, tuple(violations))
+    return ForwardResult(stage, before, _cut(output, rows), plans(rig), case.bs, tuple(violations))
 
 
-def _remap(stage: Stage) -> None:
+def _remap(stage: PoolState) -> None:
     """Map SWA slots anew, as a scheduler that runs ahead may once a forward is planned."""
     if isinstance(pool := stage.token_to_kv_pool, SWAKVPool):
         mapping = pool.full_to_swa_index_mapping
         mapping.copy_(mapping.flip(0))
 
 
-def _replayed(subject: Subject, stage: Stage, rig: Rig) -> Performance:
+def _replayed(subject: Subject, stage: PoolState, rig: Rig) -> ForwardResult:
     requests, *others = stage.world.batches
     capture_bs = tuple(batch.case.bs for batch in others)
     runner = build_runner(subject, stage, rig, capture_bs)
@@ -144,7 +144,7 @@ def _replayed(subject: Subject, stage: Stage, rig: Rig) -> Performance:
             violations.append(f"{name} of a replay changed in the next one [lifetime]")
     for name, buffer in stage.buffers().items():
         buffer.copy_(after[name])
-    return Performance(stage, before, output, planned, min(capture_bs), tuple(violations))
+    return ForwardResult(stage, before, output, planned, min(capture_bs), tuple(violations))
 
 
 def snapshot(plan: Any) -> Any:
@@ -161,10 +161,10 @@ def padding(runner: GraphRunner[Any, Any], batch: ForwardBatch) -> list[str]:
     return check_padding(padded, runner.pads, dict.fromkeys(padded, 0))
 
 
-def _tensors(output: Output) -> dict[str, torch.Tensor]:
+def _tensors(output: ForwardOutput) -> dict[str, torch.Tensor]:
     return {k: v for k, v in vars(output).items() if isinstance(v, torch.Tensor)}
 
 
-def _cut(output: Output, rows: int) -> Output:
+def _cut(output: ForwardOutput, rows: int) -> ForwardOutput:
     cut: dict[str, Any] = {name: tensor[:rows] for name, tensor in _tensors(output).items()}
     return replace(output, **cut)

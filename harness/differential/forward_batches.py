@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from harness.core.case import Mode
-from harness.differential.inputs import Requests
-from harness.differential.pool_state import Stage
+from harness.differential.inputs import BatchInputs
+from harness.differential.pool_state import PoolState
 from harness.upstream.forward_batch_info import (
     EagleDraftExtendInput,
     EagleDraftInput,
@@ -30,7 +30,9 @@ FORWARD_MODES = {
 }
 
 
-def make_batch(stage: Stage, requests: Requests, *, host_lengths: bool = False) -> ForwardBatch:
+def make_batch(
+    stage: PoolState, requests: BatchInputs, *, host_lengths: bool = False
+) -> ForwardBatch:
     """The batch a worker would hand the backend for these requests; host mirrors only if asked."""
     case, device = requests.case, stage.device
     advanced = case.mode not in (Mode.TARGET_VERIFY, Mode.MULTI_STEP_DRAFT)
@@ -64,7 +66,7 @@ def _cat(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     return torch.cat([torch.empty(0, dtype=torch.int64), *parts]).to(device)
 
 
-def _spec_info(stage: Stage, requests: Requests) -> SpecInput | None:
+def _spec_info(stage: PoolState, requests: BatchInputs) -> SpecInput | None:
     case, device = requests.case, stage.device
     hidden = None
     if requests.hidden_in is not None:

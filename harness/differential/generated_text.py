@@ -8,7 +8,7 @@ from typing import Protocol
 
 from harness.differential.compare import Comparison, compare_exact, compare_tokens
 from harness.engine.request import Generation
-from harness.engine.scheduler import Engine
+from harness.engine.scheduler import Scheduler
 from harness.errors import SpecgateError
 
 # A broken engine fails in its own way.
@@ -23,7 +23,7 @@ FAILURES = (
 )
 
 
-class Answer(Protocol):
+class ExpectedText(Protocol):
     """What the oracle, or a golden of its, says of one prompt; see ``oracle.Generation``."""
 
     @property
@@ -48,7 +48,7 @@ class Answer(Protocol):
 
 
 def transcribe(
-    engine: Callable[[], Engine], prompts: Sequence[Sequence[int]], count: int
+    engine: Callable[[], Scheduler], prompts: Sequence[Sequence[int]], count: int
 ) -> list[Generation] | str:
     """``count`` tokens behind every prompt, or in one line how the engine failed."""
     try:
@@ -57,7 +57,7 @@ def transcribe(
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def judge_text(obtained: Generation, expected: Answer, tie: float) -> list[Comparison]:
+def judge_text(obtained: Generation, expected: ExpectedText, tie: float) -> list[Comparison]:
     """Tokens, accept lengths and their sum against the answer.
 
     Behind a tie two right texts part ways, and so do their rounds: accept lengths are judged as
@@ -87,7 +87,7 @@ def judge_text(obtained: Generation, expected: Answer, tie: float) -> list[Compa
     ]
 
 
-def _agreed_rounds(obtained: Sequence[int], expected: Answer) -> int | None:
+def _agreed_rounds(obtained: Sequence[int], expected: ExpectedText) -> int | None:
     """Expected rounds before the one in which the texts part ways, None where they never do."""
     pairs = enumerate(zip(obtained, expected.token_ids, strict=False))
     parted = next((i for i, (a, b) in pairs if a != b), None)

@@ -49,7 +49,7 @@ class ProbeWeights:
 
 
 @dataclass(frozen=True)
-class Requests:
+class BatchInputs:
     """The requests of one case and where they live.
 
     Args:
@@ -84,7 +84,7 @@ class Requests:
 
 
 @dataclass(frozen=True)
-class World:
+class TestInputs:
     """Everything a subject is built on: weights, and requests of one or more cases in one pool.
 
     Args:
@@ -100,7 +100,7 @@ class World:
     """
 
     weights: ProbeWeights
-    batches: tuple[Requests, ...]
+    batches: tuple[BatchInputs, ...]
     num_pages: int
     swa_page_of: tuple[int, ...] | None
     num_swa_pages: int
@@ -109,7 +109,7 @@ class World:
     watched: tuple[tuple[int, int], ...] = ()
 
 
-def make_world(*cases: Case) -> World:
+def make_world(*cases: Case) -> TestInputs:
     """Draw a world for cases of one geometry; the first one's seed decides everything."""
     first = cases[0]
     rng = random.Random(first.seed)
@@ -131,7 +131,7 @@ def make_world(*cases: Case) -> World:
         swa_page_of = _swa_mapping(batches, num_pages, rng)
     used = {page for batch in batches for own in batch.pages for page in own}
     idle = sorted(set(range(1, num_pages)) - used)
-    return World(
+    return TestInputs(
         weights=weights,
         batches=tuple(batches),
         num_pages=num_pages,
@@ -168,7 +168,7 @@ def _lay_out(
 
 
 def _swa_mapping(
-    batches: Sequence[Requests], num_pages: int, rng: random.Random
+    batches: Sequence[BatchInputs], num_pages: int, rng: random.Random
 ) -> tuple[int, ...]:
     """Pages wholly left of every window are evicted (mapped to 0), the others are permuted."""
     mapping = [0] * num_pages
@@ -189,7 +189,7 @@ def _requests(
     rows: Sequence[int],
     hidden_size: int,
     generator: torch.Generator,
-) -> Requests:
+) -> BatchInputs:
     def tokens(counts: Sequence[int]) -> tuple[torch.Tensor, ...]:
         return tuple(torch.randint(1, VOCAB, (n,), generator=generator) for n in counts)
 
@@ -201,7 +201,7 @@ def _requests(
     hidden_in = None
     if rows_in is not None:
         hidden_in = _rounded(torch.randn(rows_in, hidden_size, generator=generator), case)
-    return Requests(
+    return BatchInputs(
         case=case,
         history=tokens(case.prefix_lens),
         new_tokens=tokens(case.q_lens),

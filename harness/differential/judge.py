@@ -12,11 +12,11 @@ from harness.core.record import Verdict
 from harness.core.tolerance import budget, tie_margin
 from harness.differential.compare import Comparison, compare
 from harness.differential.expected import Expected, expect
-from harness.differential.forward import Performance
-from harness.differential.inputs import Requests, World
+from harness.differential.forward import ForwardResult
+from harness.differential.inputs import BatchInputs, TestInputs
 from harness.differential.invariants import check_metadata, check_writes
 from harness.differential.invariants.memory import check_semaphores
-from harness.differential.pool_state import Stage
+from harness.differential.pool_state import PoolState
 from harness.kernels.workspace import shared_workspaces
 from harness.upstream.forward_batch_info import DraftOutput, LogitsProcessorOutput
 from harness.upstream.memory_pool import MLATokenToKVPool, SWAKVPool
@@ -26,7 +26,7 @@ from harness.upstream.memory_pool import MLATokenToKVPool, SWAKVPool
 TOPK_P_ERROR = 1e-6
 
 
-def judge(performance: Performance, execution: Execution, numerics: Numerics) -> list[Comparison]:
+def judge(performance: ForwardResult, execution: Execution, numerics: Numerics) -> list[Comparison]:
     """Every comparison of a performance, invariants first: they name the cause."""
     stage = performance.stage
     world, requests, case = stage.world, stage.world.batches[0], stage.case
@@ -51,7 +51,7 @@ def _broken(line: str) -> Comparison:
 
 
 def _numbers(
-    performance: Performance, requests: Requests, expected: Expected, factor: float
+    performance: ForwardResult, requests: BatchInputs, expected: Expected, factor: float
 ) -> Iterable[Comparison]:
     case, output = requests.case, performance.output
     hidden, logits = output.hidden_states, output.next_token_logits
@@ -66,7 +66,7 @@ def _numbers(
         yield compare(name, obtained, due, plain, allowed, _rows(requests))
 
 
-def _rows(requests: Requests) -> list[str]:
+def _rows(requests: BatchInputs) -> list[str]:
     """Request, position and page of every query token."""
     case, size = requests.case, requests.case.page_size
     return [
@@ -76,7 +76,7 @@ def _rows(requests: Requests) -> list[str]:
     ]
 
 
-def _cache(stage: Stage, requests: Requests, expected: Expected) -> Iterable[Comparison]:
+def _cache(stage: PoolState, requests: BatchInputs, expected: Expected) -> Iterable[Comparison]:
     """What the new tokens left in the cache, dequantised, layer by layer."""
     case = requests.case
     slots = torch.tensor([slot for own in requests.new_slots for slot in own], dtype=torch.int64)
@@ -103,7 +103,7 @@ def _cache(stage: Stage, requests: Requests, expected: Expected) -> Iterable[Com
 
 
 def stored(
-    stage: Stage, layer: int, slots: torch.Tensor
+    stage: PoolState, layer: int, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Keys and values of a layer as they lie in the cache, at slots [n] of the full pool."""
     pool = stage.token_to_kv_pool
@@ -117,12 +117,12 @@ def stored(
     return pool.k_buffer[layer][slots], pool.v_buffer[layer][slots]
 
 
-def _swa_slots(world: World, slots: list[int], page_size: int) -> list[int]:
+def _swa_slots(world: TestInputs, slots: list[int], page_size: int) -> list[int]:
     assert world.swa_page_of is not None
     return [world.swa_page_of[slot // page_size] * page_size + slot % page_size for slot in slots]
 
 
-def _violations(performance: Performance, execution: Execution) -> list[str]:
+def _violations(performance: ForwardResult, execution: Execution) -> list[str]:
     stage, case = performance.stage, performance.stage.case
     requests = stage.world.batches[0]
     found = [*performance.violations, *check_semaphores(shared_workspaces())]
@@ -183,7 +183,7 @@ def planned_lens(
             return prefix + [0] * padded, q_lens + [1] * padded
 
 
-def _draft_tokens(output: DraftOutput, requests: Requests, expected: Expected) -> Comparison:
+def _draft_tokens(output: DraftOutput, requests: BatchInputs, expected: Expected) -> Comparison:
     """The first token is the given one; each other is the oracle's choice after the ones before."""
     case, steps = requests.case, requests.case.num_steps - 1
     given = torch.stack([tokens[0] for tokens in requests.new_tokens])
@@ -223,7 +223,7 @@ def _choices(
     chosen: torch.Tensor,
     logits: torch.Tensor,
     case: Case,
-    requests: Requests | None,
+    requests: BatchInputs | None,
 ) -> Comparison:
     """A choice is right where it is the oracle's top-1, or ties with it."""
     tie = tie_margin(case.dtype)

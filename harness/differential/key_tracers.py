@@ -24,7 +24,7 @@ DECISIVE = 40.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probe:
+class KeyTracer:
     """One request, float32, every element exact in each supported dtype and in FP8.
 
     Args:
@@ -39,7 +39,7 @@ class Probe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class TracerReading:
     """What one query read, as its output tells.
 
     Args:
@@ -64,7 +64,7 @@ def watch(
     dim: int,
     v_dim: int,
     latent: bool = False,
-) -> Probe:
+) -> KeyTracer:
     """Uniform attention over ``total`` keys that tells which of ``positions`` were read.
 
     Args:
@@ -88,10 +88,10 @@ def watch(
     k = torch.zeros(total, kv_heads, dim)
     if latent:
         k[..., :v_dim] = v
-    return Probe(q=torch.zeros(q_len, heads, dim), k=k, v=v)
+    return KeyTracer(q=torch.zeros(q_len, heads, dim), k=k, v=v)
 
 
-def read_watch(row: torch.Tensor, positions: Sequence[int], kv_heads: int) -> Reading:
+def read_watch(row: torch.Tensor, positions: Sequence[int], kv_heads: int) -> TracerReading:
     """Decode the output [heads, v_dim] of one query over a ``watch`` probe.
 
     A position counts as read if any query head that can see its column read it.
@@ -102,7 +102,7 @@ def read_watch(row: torch.Tensor, positions: Sequence[int], kv_heads: int) -> Re
     read = levels != 0
     keys = LOUD / float(levels[read].mean()) if bool(read.any()) else 0.0
     seen = (p for p, hit in zip(positions, read.tolist(), strict=True) if hit)
-    return Reading(keys=keys, positions=tuple(sorted(seen)))
+    return TracerReading(keys=keys, positions=tuple(sorted(seen)))
 
 
 def point(
@@ -114,7 +114,7 @@ def point(
     v_dim: int,
     scale: float,
     latent: bool = False,
-) -> Probe:
+) -> KeyTracer:
     """Attention of query j, head h, to position ``targets[j][h]`` alone.
 
     Args:
@@ -138,7 +138,7 @@ def point(
     q[..., : code.shape[-1]] = sharpness * _codes(torch.tensor(targets), total)
     k, v = torch.zeros(total, kv_heads, dim), torch.zeros(total, kv_heads, v_dim)
     k[..., : code.shape[-1]] = v[..., : code.shape[-1]] = code[:, None]
-    return Probe(q=q, k=k, v=k[..., :v_dim].clone() if latent else v)
+    return KeyTracer(q=q, k=k, v=k[..., :v_dim].clone() if latent else v)
 
 
 def read_point(row: torch.Tensor, total: int) -> tuple[int | None, ...]:

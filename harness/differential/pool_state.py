@@ -8,7 +8,7 @@ import torch
 
 from harness.core.case import Case, Family, KVDtype
 from harness.differential.dense import dense_rows
-from harness.differential.inputs import Requests, World
+from harness.differential.inputs import BatchInputs, TestInputs
 from harness.differential.traced_inputs import PADDING, UNOWNED, mark_row
 from harness.upstream.allocator import PADDING_SLOT, ReqToTokenPool
 from harness.upstream.memory_pool import KVPool, MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
@@ -19,10 +19,10 @@ PADDING_VALUE = 100.0
 
 
 @dataclass(frozen=True)
-class Stage:
+class PoolState:
     """A world's pools on one device."""
 
-    world: World
+    world: TestInputs
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool: KVPool
     device: torch.device
@@ -50,7 +50,9 @@ def _swa_parts(pool: SWAKVPool) -> dict[str, MHATokenToKVPool]:
     return {"full.": pool.full_pool, "swa.": pool.swa_pool}
 
 
-def set_stage(world: World, device: torch.device | str = "cpu", unread: float = torch.nan) -> Stage:
+def set_stage(
+    world: TestInputs, device: torch.device | str = "cpu", unread: float = torch.nan
+) -> PoolState:
     """Allocate the pools, poison them, and write the request table and the history.
 
     Args:
@@ -67,7 +69,7 @@ def set_stage(world: World, device: torch.device | str = "cpu", unread: float = 
             table.req_to_token
         )
     )
-    stage = Stage(world, table, _kv_pool(world, device), device)
+    stage = PoolState(world, table, _kv_pool(world, device), device)
     for name, buffer in stage.buffers().items():
         unowned, padding = torch.full((), unread), torch.full((), PADDING_VALUE)
         if world.watched:
@@ -79,7 +81,7 @@ def set_stage(world: World, device: torch.device | str = "cpu", unread: float = 
     return stage
 
 
-def _kv_pool(world: World, device: torch.device) -> KVPool:
+def _kv_pool(world: TestInputs, device: torch.device) -> KVPool:
     case = world.batches[0].case
     auto = case.kv_dtype is KVDtype.AUTO
     dtype = getattr(torch, case.dtype if auto else case.kv_dtype)
@@ -118,7 +120,7 @@ def _kv_pool(world: World, device: torch.device) -> KVPool:
     return hybrid
 
 
-def _write(stage: Stage, requests: Requests) -> None:
+def _write(stage: PoolState, requests: BatchInputs) -> None:
     """Point the table at every slot of a request and put its history there."""
     case = requests.case
     for i, row in enumerate(requests.req_pool_indices):
@@ -129,7 +131,7 @@ def _write(stage: Stage, requests: Requests) -> None:
 
 
 def write_kv(
-    stage: Stage, requests: Requests, request: int, tokens: torch.Tensor, start: int
+    stage: PoolState, requests: BatchInputs, request: int, tokens: torch.Tensor, start: int
 ) -> None:
     """Put keys and values of tokens [n] at positions start … into the cache of a request."""
     case = requests.case

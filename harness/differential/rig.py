@@ -12,7 +12,7 @@ from harness.attention.multi_step_draft import PagedMultiStepDraftBackend
 from harness.attention.paged_backend import PagedBackend
 from harness.core.case import Mode
 from harness.differential.forward_batches import FORWARD_MODES
-from harness.differential.pool_state import Stage
+from harness.differential.pool_state import PoolState
 from harness.differential.probe_model import ProbeModel
 from harness.engine.draft import multi_step_draft
 from harness.graphs.draft_runner import DraftRunner
@@ -20,8 +20,8 @@ from harness.graphs.factory import new_graph
 from harness.graphs.graph import GraphFactory
 from harness.graphs.runner import GraphRunner
 from harness.graphs.target_verify_runner import TargetVerifyRunner
-from harness.kernels.interface import Provider
-from harness.kernels.registry import new_provider
+from harness.kernels.interface import Kernel
+from harness.kernels.registry import new_kernel
 from harness.subjects import Subject
 from harness.upstream.forward_batch_info import DraftOutput, ForwardBatch, LogitsProcessorOutput
 
@@ -32,15 +32,15 @@ Forward = Callable[[ForwardBatch], LogitsProcessorOutput | DraftOutput]
 class Rig:
     """A subject built on a stage for the mode of the stage's case."""
 
-    provider: Provider
+    provider: Kernel
     backend: PagedBackend | PagedMultiStepDraftBackend
     forward: Forward
 
 
-def build(subject: Subject, stage: Stage) -> Rig:
+def build(subject: Subject, stage: PoolState) -> Rig:
     """Provider, backend and probe model of a subject, wired to the stage's pools."""
     case = stage.case
-    provider = new_provider(subject.family, subject.capability, stage.device)
+    provider = new_kernel(subject.family, subject.capability, stage.device)
     model = ProbeModel(stage.world.weights, case, stage.device)
     pools: dict[str, Any] = {
         "provider": provider,
@@ -65,7 +65,7 @@ def build(subject: Subject, stage: Stage) -> Rig:
 
 def build_runner(
     subject: Subject,
-    stage: Stage,
+    stage: PoolState,
     rig: Rig,
     capture_bs: tuple[int, ...],
     graph: GraphFactory | None = None,

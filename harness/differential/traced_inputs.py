@@ -12,15 +12,15 @@ from dataclasses import replace
 import torch
 
 from harness.core.case import Case, Family, Inputs, KVDtype, Mode
-from harness.differential.inputs import ProbeWeights, Requests, World
+from harness.differential.inputs import BatchInputs, ProbeWeights, TestInputs
 from harness.differential.inputs import make_world as make_random_world
-from harness.differential.key_tracers import Reading, read_watch, watch
+from harness.differential.key_tracers import TracerReading, read_watch, watch
 
 # Tokens; the first has no column.
 SILENT, DRAFTED, COMPANY, UNOWNED, PADDING, FIRST_WATCHED = range(6)
 
 
-def make_world(*cases: Case) -> World:
+def make_world(*cases: Case) -> TestInputs:
     """A world of one geometry; the first case's inputs decide of what kind."""
     world = make_random_world(*cases)
     if cases[0].inputs is Inputs.WATCHED and cases[0].bs:
@@ -43,7 +43,7 @@ def capacity(case: Case) -> int:
     return _columns(case) - FIRST_WATCHED + 1
 
 
-def watching(world: World, keys: list[tuple[int, int]]) -> World:
+def watching(world: TestInputs, keys: list[tuple[int, int]]) -> TestInputs:
     """The world with its layouts and lengths, watching these (request, position)."""
     first = world.batches[0]
     tokens = {key: FIRST_WATCHED + i for i, key in enumerate(keys)}
@@ -55,7 +55,7 @@ def watching(world: World, keys: list[tuple[int, int]]) -> World:
     )
 
 
-def tokens_read(world: World, hidden_states: torch.Tensor) -> list[list[Reading]]:
+def tokens_read(world: TestInputs, hidden_states: torch.Tensor) -> list[list[TracerReading]]:
     """What each query read in each layer, as tokens: ``hidden_states`` [T, L * heads * value dim].
 
     A multi-step draft's are taken after what it fed on is subtracted.
@@ -67,7 +67,7 @@ def tokens_read(world: World, hidden_states: torch.Tensor) -> list[list[Reading]
     return [[read_watch(layer, tokens, kv_heads) for layer in row] for row in rows]
 
 
-def mark_row(world: World, buffer: str, token: int) -> torch.Tensor:
+def mark_row(world: TestInputs, buffer: str, token: int) -> torch.Tensor:
     """What a slot of a cache buffer holds to show as ``token``: float32, shaped like the slot."""
     case, weights = world.batches[0].case, world.weights
     if case.family is Family.MLA:
@@ -122,7 +122,7 @@ def _weights(case: Case, drawn: ProbeWeights) -> ProbeWeights:
     )
 
 
-def _told(requests: Requests, tokens: dict[tuple[int, int], int] | None) -> Requests:
+def _told(requests: BatchInputs, tokens: dict[tuple[int, int], int] | None) -> BatchInputs:
     """The requests with every token renamed; ``tokens`` of None are those of another batch."""
     case = requests.case
 

@@ -11,7 +11,7 @@ from harness.core.environment import environment
 from harness.core.record import Record, Verdict
 from harness.differential.compare import Comparison
 from harness.differential.diagnose import explain
-from harness.differential.forward import company, perform
+from harness.differential.forward import company, run_forward
 from harness.differential.judge import judge
 from harness.differential.traced_inputs import make_world
 from harness.errors import SpecgateError
@@ -40,7 +40,7 @@ def run_trial(
         return _record(case, subject, execution, device, Verdict.REFUSED, reason)
     others = company(case) if execution is Execution.GRAPH else ()
     try:
-        performance = perform(subject, make_world(case, *others), execution, device)
+        performance = run_forward(subject, make_world(case, *others), execution, device)
         found = judge(performance, execution, subject.numerics(device))
         bad = [comparison for comparison in found if not comparison.passed]
         lines = [comparison.message for comparison in bad[:3]]

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.engine.batch_state import State
+from harness.engine.batch_state import BatchState
 from harness.upstream.allocator import ReqToTokenPool
 from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode, SpecInput
 from harness.upstream.memory_pool import KVPool
 
 
 @dataclass(frozen=True)
-class Batches:
+class BatchBuilder:
     """Batches over one model's KV pool.
 
     Args:
@@ -65,7 +65,7 @@ class Batches:
     def uniform(
         self,
         mode: ForwardMode,
-        state: State,
+        state: BatchState,
         ids: torch.Tensor,
         width: int,
         *,
@@ -95,7 +95,7 @@ class Batches:
             spec_info=spec_info,
         )
 
-    def positions(self, state: State, width: int) -> torch.Tensor:
+    def positions(self, state: BatchState, width: int) -> torch.Tensor:
         """[bs, width] int64 positions behind the committed tokens."""
         return state.seq_lens[:, None] + torch.arange(width, device=self.device)
 

@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Proposal:
+class DraftState:
     """Where a draft model left off, a row a request.
 
     Args:
@@ -24,7 +24,7 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class State:
+class BatchState:
     """bs running requests between two rounds.
 
     Args:
@@ -40,7 +40,7 @@ class State:
     seq_lens: torch.Tensor
     bonus: torch.Tensor
     seq_lens_cpu: torch.Tensor | None
-    proposal: Proposal | None
+    proposal: DraftState | None
 
     @property
     def bs(self) -> int:
@@ -49,7 +49,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Round:
+class StepOutput:
     """What one round emitted.
 
     Args:
@@ -66,11 +66,11 @@ class Round:
         return [row[:n] for row, n in zip(self.predicted.tolist(), lens, strict=True)]
 
 
-def select(state: State, chosen: Sequence[int]) -> State:
+def select(state: BatchState, chosen: Sequence[int]) -> BatchState:
     """These requests, in this order."""
     index = torch.tensor(chosen, dtype=torch.int64, device=state.rows.device)
     mirror, proposal = state.seq_lens_cpu, state.proposal
-    return State(
+    return BatchState(
         rows=state.rows[index],
         seq_lens=state.seq_lens[index],
         bonus=state.bonus[index],
@@ -79,18 +79,18 @@ def select(state: State, chosen: Sequence[int]) -> State:
     )
 
 
-def gather(proposal: Proposal, index: torch.Tensor) -> Proposal:
+def gather(proposal: DraftState, index: torch.Tensor) -> DraftState:
     """The rows of an int64 index."""
-    return Proposal(
+    return DraftState(
         proposal.topk_p[index], proposal.topk_index[index], proposal.hidden_states[index]
     )
 
 
-def join(first: State, second: State) -> State:
+def join(first: BatchState, second: BatchState) -> BatchState:
     """The first's requests, then the second's, of the same worker."""
     mirrors = [m for m in (first.seq_lens_cpu, second.seq_lens_cpu) if m is not None]
     proposals = [p for p in (first.proposal, second.proposal) if p is not None]
-    return State(
+    return BatchState(
         rows=torch.cat((first.rows, second.rows)),
         seq_lens=torch.cat((first.seq_lens, second.seq_lens)),
         bonus=torch.cat((first.bonus, second.bonus)),
@@ -99,9 +99,9 @@ def join(first: State, second: State) -> State:
     )
 
 
-def concatenate(proposals: Sequence[Proposal]) -> Proposal:
+def concatenate(proposals: Sequence[DraftState]) -> DraftState:
     """Proposals one behind the other."""
-    return Proposal(
+    return DraftState(
         torch.cat([p.topk_p for p in proposals]),
         torch.cat([p.topk_index for p in proposals]),
         torch.cat([p.hidden_states for p in proposals]),

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from harness.engine.acceptance import Acceptance, last_ragged_rows, last_uniform_rows
-from harness.engine.batch_builder import Batches
-from harness.engine.batch_state import Proposal, State
+from harness.engine.batch_builder import BatchBuilder
+from harness.engine.batch_state import BatchState, DraftState
 from harness.engine.phases import Phase
 from harness.engine.prefill import propose
-from harness.engine.spec_config import Version
+from harness.engine.spec_config import SpecVersion
 from harness.upstream.forward_batch_info import (
     EagleDraftExtendInput,
     ForwardBatch,
@@ -32,11 +32,11 @@ class DraftExtend:
     """
 
     phase: Phase[LogitsProcessorOutput]
-    batches: Batches
-    version: Version
+    batches: BatchBuilder
+    version: SpecVersion
     mirror: bool
 
-    def __call__(self, state: State, accepted: Acceptance, hidden: torch.Tensor) -> Proposal:
+    def __call__(self, state: BatchState, accepted: Acceptance, hidden: torch.Tensor) -> DraftState:
         """What the draft proposes behind the accepted tokens.
 
         Args:
@@ -44,10 +44,10 @@ class DraftExtend:
             accepted: what the round's verify decided.
             hidden: [bs * num_draft_tokens, hidden] of the target, a row a chain token.
         """
-        extend = self._ragged if self.version is Version.V1 else self._uniform
+        extend = self._ragged if self.version is SpecVersion.V1 else self._uniform
         return extend(state, accepted, hidden)
 
-    def _ragged(self, state: State, accepted: Acceptance, hidden: torch.Tensor) -> Proposal:
+    def _ragged(self, state: BatchState, accepted: Acceptance, hidden: torch.Tensor) -> DraftState:
         """The accepted tokens alone, packed request after request."""
         kept, lens = accepted.emitted, accepted.accept_lens
         positions = self.batches.positions(state, kept.shape[1])
@@ -65,7 +65,7 @@ class DraftExtend:
         batch.extend_seq_lens, batch.extend_seq_lens_cpu = lens, lens_cpu
         return self._run(batch, last_ragged_rows(lens))
 
-    def _uniform(self, state: State, accepted: Acceptance, hidden: torch.Tensor) -> Proposal:
+    def _uniform(self, state: BatchState, accepted: Acceptance, hidden: torch.Tensor) -> DraftState:
         """Every chain token, accepted or not: the rejected ones are written over later."""
         width = accepted.predicted.shape[1]
         batch = self.batches.uniform(
@@ -78,6 +78,6 @@ class DraftExtend:
         )
         return self._run(batch, last_uniform_rows(accepted.accept_lens, width))
 
-    def _run(self, batch: ForwardBatch, rows: torch.Tensor) -> Proposal:
+    def _run(self, batch: ForwardBatch, rows: torch.Tensor) -> DraftState:
         self.phase.prepare(batch)
         return propose(self.phase.run(batch), rows)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from harness.engine.acceptance import build_chain, fill_full_mask, verify_greedy
-from harness.engine.batch_builder import Batches
-from harness.engine.batch_state import Proposal, Round, State
+from harness.engine.batch_builder import BatchBuilder
+from harness.engine.batch_state import BatchState, DraftState, StepOutput
 from harness.engine.draft_extend import DraftExtend
 from harness.engine.phases import EaglePhases
 from harness.engine.plan_stream import PlanStream, SameStream
 from harness.engine.prefill import Prefill
-from harness.engine.spec_config import Speculation, Version
+from harness.engine.spec_config import SpecConfig, SpecVersion
 from harness.errors import UsageError, rejected
 from harness.upstream.allocator import ReqToTokenPool
 from harness.upstream.base_attn_backend import AttentionBackend, decide_needs_cpu_seq_lens
@@ -43,7 +43,7 @@ class EagleWorker:
     def __init__(
         self,
         phases: EaglePhases,
-        speculation: Speculation,
+        speculation: SpecConfig,
         req_to_token_pool: ReqToTokenPool,
         target_pool: KVPool,
         draft_pool: KVPool,
@@ -57,8 +57,8 @@ class EagleWorker:
         self._overlap = streams is not None
         self._phases = phases
         self._speculation = speculation
-        self._target = Batches(req_to_token_pool, target_pool)
-        self._draft = Batches(req_to_token_pool, draft_pool)
+        self._target = BatchBuilder(req_to_token_pool, target_pool)
+        self._draft = BatchBuilder(req_to_token_pool, draft_pool)
         self._mirror = decide_needs_cpu_seq_lens(phases.backends())
         self._round = 0
         self._extend = DraftExtend(
@@ -73,7 +73,7 @@ class EagleWorker:
             self._mirror,
         )
 
-    def step(self, state: State) -> tuple[State, Round]:
+    def step(self, state: BatchState) -> tuple[BatchState, StepOutput]:
         """One round. Verify never depends on draft tokens for its metadata: it is planned first."""
         streams, verify = self.streams, self._phases.target_verify
         self._round += 1
@@ -112,7 +112,7 @@ class EagleWorker:
             writes=(then,),
         )
 
-    def _verify_batch(self, state: State) -> ForwardBatch:
+    def _verify_batch(self, state: BatchState) -> ForwardBatch:
         """A verify whose chain is still to be written."""
         width = self._speculation.num_draft_tokens
         chain = torch.zeros(state.bs * width, dtype=torch.int64, device=self._target.device)
@@ -126,7 +126,7 @@ class EagleWorker:
                 batch.positions = positions[: state.bs * width].copy_(batch.positions)
         return batch
 
-    def _drafts(self, state: State) -> torch.Tensor:
+    def _drafts(self, state: BatchState) -> torch.Tensor:
         """[bs, num_steps] draft tokens."""
         steps, proposal = self._speculation.num_steps, _required(state.proposal)
         if self._phases.draft is None or steps == 1:
@@ -147,7 +147,7 @@ class EagleWorker:
         self._phases.draft.prepare(batch)
         return self._phases.draft.run(batch).draft_tokens
 
-    def _write_chain(self, batch: ForwardBatch, state: State, drafts: torch.Tensor) -> None:
+    def _write_chain(self, batch: ForwardBatch, state: BatchState, drafts: torch.Tensor) -> None:
         """Fill in place what the verify was laid out with."""
         spec = batch.spec_info
         assert isinstance(spec, EagleVerifyInput)
@@ -156,7 +156,9 @@ class EagleWorker:
         if spec.custom_mask is not None:
             fill_full_mask(spec.custom_mask, state.seq_lens, spec.draft_token_num)
 
-    def _verify_and_extend(self, batch: ForwardBatch, state: State) -> tuple[State, Round]:
+    def _verify_and_extend(
+        self, batch: ForwardBatch, state: BatchState
+    ) -> tuple[BatchState, StepOutput]:
         verify, spec = self._phases.target_verify, batch.spec_info
         assert isinstance(spec, EagleVerifyInput)
         self._verify_backend.update_verify_buffers_to_fill_after_draft(spec, verify.graph_bs(batch))
@@ -165,10 +167,12 @@ class EagleWorker:
         accepted = verify_greedy(chain, output.next_token_logits)
         seq_lens = state.seq_lens + accepted.accept_lens
         proposal = self._extend(state, accepted, output.hidden_states)
-        after = State(state.rows, seq_lens, accepted.bonus, self._ahead(state, seq_lens), proposal)
-        return after, Round(accepted.accept_lens, accepted.predicted)
+        after = BatchState(
+            state.rows, seq_lens, accepted.bonus, self._ahead(state, seq_lens), proposal
+        )
+        return after, StepOutput(accepted.accept_lens, accepted.predicted)
 
-    def _ahead(self, state: State, seq_lens: torch.Tensor) -> torch.Tensor | None:
+    def _ahead(self, state: BatchState, seq_lens: torch.Tensor) -> torch.Tensor | None:
         """The host's idea of seq_lens; under overlap the round's outcome is not there yet."""
         if not self._mirror:
             return None
@@ -183,19 +187,19 @@ class EagleWorker:
         return backend
 
 
-def _required(proposal: Proposal | None) -> Proposal:
+def _required(proposal: DraftState | None) -> DraftState:
     assert proposal is not None
     return proposal
 
 
 def _check(
     phases: EaglePhases,
-    speculation: Speculation,
+    speculation: SpecConfig,
     target_pool: KVPool,
     draft_pool: KVPool,
     streams: PlanStream | None,
 ) -> None:
-    if speculation.version is Version.V1 and streams is not None:
+    if speculation.version is SpecVersion.V1 and streams is not None:
         raise UsageError(rejected("streams", type(streams).__name__, "None under spec v1"))
     if speculation.num_steps > 1 and phases.draft is None:
         raise UsageError(rejected("phases.draft", None, "a phase where num_steps > 1"))

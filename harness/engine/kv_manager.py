@@ -13,7 +13,7 @@ from harness.errors import CapacityError, UsageError, rejected
 
 
 @dataclass(frozen=True, kw_only=True)
-class Usage:
+class KVUsage:
     """Who has the pages: free, cached and held ones are all there are.
 
     Args:
@@ -31,7 +31,7 @@ class Usage:
     held_rows: int
 
 
-class Holdings:
+class KVCacheManager:
     """Leases of requests, begun with what a prefix cache knows of them.
 
     Args:
@@ -87,10 +87,10 @@ class Holdings:
         """Forget every prefix that nobody reads; how many pages that gave back."""
         return self._cache.clear() if self._cache else 0
 
-    def usage(self, running: Sequence[Request]) -> Usage:
+    def usage(self, running: Sequence[Request]) -> KVUsage:
         """Who has the pages while these requests run."""
         leases = [request.held for request in running]
-        return Usage(
+        return KVUsage(
             total_pages=self._slots.allocator.num_pages - 1,
             free_pages=self._slots.allocator.available_pages,
             cached_pages=self._cache.pages if self._cache else 0,

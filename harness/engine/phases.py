@@ -148,7 +148,7 @@ class EaglePhases:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlainPhases:
+class TargetOnlyPhases:
     """The phases of greedy decoding without speculation."""
 
     extend: Phase[LogitsProcessorOutput]

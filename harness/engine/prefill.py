@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from harness.engine.acceptance import last_ragged_rows
-from harness.engine.batch_builder import Batches
-from harness.engine.batch_state import Proposal, State, concatenate, gather
+from harness.engine.batch_builder import BatchBuilder
+from harness.engine.batch_state import BatchState, DraftState, concatenate, gather
 from harness.engine.phases import Phase
 from harness.errors import UsageError, rejected
 from harness.upstream.forward_batch_info import (
@@ -20,7 +20,7 @@ from harness.upstream.forward_batch_info import (
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PrefillChunk:
     """The next tokens of every prompt that has some left.
 
     Args:
@@ -48,7 +48,7 @@ class Chunk:
 
 def chunks(
     prompts: Sequence[Sequence[int]], size: int | None, cached: Sequence[int] = ()
-) -> Iterator[Chunk]:
+) -> Iterator[PrefillChunk]:
     """Prompts in chunks of at most size tokens, None for whole; one empty chunk without prompts.
 
     Args:
@@ -64,7 +64,7 @@ def chunks(
         live = [i for i, tokens in enumerate(left) if tokens > done]
         starts = [begins[i] + done for i in live]
         places = list(zip(live, starts, strict=True))
-        yield Chunk(
+        yield PrefillChunk(
             requests=live,
             starts=starts,
             ids=[list(prompts[i][start : start + step]) for i, start in places],
@@ -72,14 +72,14 @@ def chunks(
         )
 
 
-def propose(output: LogitsProcessorOutput, rows: torch.Tensor) -> Proposal:
+def propose(output: LogitsProcessorOutput, rows: torch.Tensor) -> DraftState:
     """The draft's most likely next token after each selected row [bs] of its output."""
     hidden = output.hidden_states[rows]
     if output.topk_p is not None and output.topk_index is not None:
-        return Proposal(output.topk_p, output.topk_index, hidden)
+        return DraftState(output.topk_p, output.topk_index, hidden)
     logits = output.next_token_logits[rows]
     index = logits.argmax(-1, keepdim=True)
-    return Proposal(logits.softmax(-1).gather(-1, index), index, hidden)
+    return DraftState(logits.softmax(-1).gather(-1, index), index, hidden)
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ class Prefill:
     """
 
     target: Phase[LogitsProcessorOutput]
-    target_batches: Batches
+    target_batches: BatchBuilder
     draft: Phase[LogitsProcessorOutput] | None = None
-    draft_batches: Batches | None = None
+    draft_batches: BatchBuilder | None = None
     chunk_size: int | None = None
     mirror: bool = True
 
@@ -111,14 +111,14 @@ class Prefill:
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], rows: list[int], cached: Sequence[int] = ()
-    ) -> State:
+    ) -> BatchState:
         """Compute prompts into pages that are reserved already; the bonus is the first token.
 
         The first ``cached`` tokens of each prompt, none by default, have been computed before.
         """
         order: list[int] = []
         firsts: list[torch.Tensor] = []
-        proposals: list[Proposal] = []
+        proposals: list[DraftState] = []
         for chunk in chunks(prompts, self.chunk_size, cached):
             first, proposal = self._chunk(chunk, [rows[i] for i in chunk.requests])
             order += [chunk.requests[i] for i in chunk.ending]
@@ -126,7 +126,7 @@ class Prefill:
             proposals += [proposal] if proposal else []
         back = torch.tensor(order, dtype=torch.int64, device=self.target_batches.device).argsort()
         lens = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
-        return State(
+        return BatchState(
             rows=torch.tensor(rows, dtype=torch.int64, device=back.device),
             seq_lens=lens.to(back.device),
             bonus=torch.cat(firsts)[back],
@@ -134,7 +134,9 @@ class Prefill:
             proposal=gather(concatenate(proposals), back) if proposals else None,
         )
 
-    def _chunk(self, chunk: Chunk, rows: list[int]) -> tuple[torch.Tensor, Proposal | None]:
+    def _chunk(
+        self, chunk: PrefillChunk, rows: list[int]
+    ) -> tuple[torch.Tensor, DraftState | None]:
         """The first token and the proposal of every request that ends in the chunk."""
         batch = self._batch(self.target_batches, chunk, chunk.ids, rows)
         output = self._run(self.target, batch)
@@ -153,7 +155,7 @@ class Prefill:
         return first, propose(self._run(self.draft, batch), last)
 
     def _batch(
-        self, batches: Batches, chunk: Chunk, ids: list[list[int]], rows: list[int]
+        self, batches: BatchBuilder, chunk: PrefillChunk, ids: list[list[int]], rows: list[int]
     ) -> ForwardBatch:
         flat = [token for tokens in ids for token in tokens]
         packed = torch.tensor(flat, dtype=torch.int64, device=batches.device)

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from harness.engine.batch_state import join, select
 from harness.engine.kv_lease import SlotTable
-from harness.engine.kv_manager import Holdings, Usage
+from harness.engine.kv_manager import KVCacheManager, KVUsage
 from harness.engine.prefix_cache import PrefixCache
 from harness.engine.request import Generation, Request
 from harness.engine.worker_interface import Worker
 from harness.errors import CapacityError, ContractError, UsageError, rejected
 
 
-class Engine:
+class Scheduler:
     """Runs up to max_bs requests at a time; others wait, in order.
 
     Where pages run out, the youngest running request is retracted: it gives everything back and
@@ -50,7 +50,7 @@ class Engine:
         self._slots = slots
         self._max_bs = max_bs
         self._max_context_len = max_context_len
-        self._holdings = Holdings(slots, worker.streams, prefix_cache)
+        self._holdings = KVCacheManager(slots, worker.streams, prefix_cache)
         self._state = worker.prefill([], [])
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -97,7 +97,7 @@ class Engine:
         return not (self.running or self.waiting)
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> KVUsage:
         """Who has the pages."""
         return self._holdings.usage(self.running)
 

@@ -8,7 +8,7 @@ from enum import IntEnum
 from harness.errors import UsageError, rejected
 
 
-class Version(IntEnum):
+class SpecVersion(IntEnum):
     """Which draft extend a worker runs."""
 
     V1 = 1
@@ -16,7 +16,7 @@ class Version(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speculation:
+class SpecConfig:
     """How a worker speculates.
 
     Args:
@@ -31,7 +31,7 @@ class Speculation:
 
     num_steps: int
     num_draft_tokens: int
-    version: Version = Version.V2
+    version: SpecVersion = SpecVersion.V2
 
     def __post_init__(self) -> None:
         if not 2 <= self.num_draft_tokens <= self.num_steps + 1:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from harness.engine.batch_builder import Batches
-from harness.engine.batch_state import Round, State
-from harness.engine.phases import PlainPhases
+from harness.engine.batch_builder import BatchBuilder
+from harness.engine.batch_state import BatchState, StepOutput
+from harness.engine.phases import TargetOnlyPhases
 from harness.engine.plan_stream import SameStream
 from harness.engine.prefill import Prefill
 from harness.upstream.allocator import ReqToTokenPool
@@ -15,7 +15,7 @@ from harness.upstream.forward_batch_info import ForwardMode
 from harness.upstream.memory_pool import KVPool
 
 
-class PlainWorker:
+class TargetOnlyWorker:
     """One token of every request a round.
 
     Args:
@@ -29,7 +29,7 @@ class PlainWorker:
 
     def __init__(
         self,
-        phases: PlainPhases,
+        phases: TargetOnlyPhases,
         req_to_token_pool: ReqToTokenPool,
         kv_pool: KVPool,
         *,
@@ -37,14 +37,14 @@ class PlainWorker:
     ) -> None:
         self.streams = SameStream()
         self._decode = phases.decode
-        self._batches = Batches(req_to_token_pool, kv_pool)
+        self._batches = BatchBuilder(req_to_token_pool, kv_pool)
         mirror = decide_needs_cpu_seq_lens(phases.backends())
         self.prefill = Prefill(phases.extend, self._batches, None, None, chunk_size, mirror)
 
-    def step(self, state: State) -> tuple[State, Round]:
+    def step(self, state: BatchState) -> tuple[BatchState, StepOutput]:
         """One token of every request."""
         batch = self._batches.uniform(ForwardMode.DECODE, state, state.bonus, 1, advanced=1)
         self._decode.prepare(batch)
         token = self._decode.run(batch).next_token_logits.argmax(-1)
-        after = State(state.rows, batch.seq_lens, token, batch.seq_lens_cpu, None)
-        return after, Round(torch.ones_like(token, dtype=torch.int32), token[:, None])
+        after = BatchState(state.rows, batch.seq_lens, token, batch.seq_lens_cpu, None)
+        return after, StepOutput(torch.ones_like(token, dtype=torch.int32), token[:, None])

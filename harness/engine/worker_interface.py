@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from harness.engine.batch_state import Round, State
+from harness.engine.batch_state import BatchState, StepOutput
 from harness.engine.plan_stream import PlanStream
 
 
@@ -24,10 +24,10 @@ class Worker(Protocol):
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], rows: list[int], cached: Sequence[int] = ()
-    ) -> State:
+    ) -> BatchState:
         """Compute prompts into reserved pages of request rows; without prompts, run idle."""
         ...
 
-    def step(self, state: State) -> tuple[State, Round]:
+    def step(self, state: BatchState) -> tuple[BatchState, StepOutput]:
         """One round of every request; without requests, run idle."""
         ...

@@ -14,10 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.errors import CaptureViolation, ContractError, UsageError, rejected
 from harness.graphs.cuda_nodes import kernel_names, node_counts
-from harness.graphs.host_syncs import MACHINERY, Kwargs, asking_line, dispatched_read, tensors_in
+from harness.graphs.host_syncs import (
+    INTERNAL_FILES,
+    Kwargs,
+    dispatched_read,
+    tensors_in,
+)
 
 T = TypeVar("T")
-MACHINERY.add(__file__)
+INTERNAL_FILES.add(__file__)
 
 
 class CudaGraph:
@@ -168,7 +173,7 @@ class _Refusals(TorchDispatchMode):
         kwargs = kwargs or {}
         given = tensors_in((tuple(args), tuple(kwargs.values())))
         if dispatched_read(func, args, kwargs) and on_cuda(given):
-            raise CaptureViolation(f"{func} cannot be recorded; asked at {asking_line()}")
+            raise CaptureViolation(f"{func} cannot be recorded; asked at {caller_line()}")
         return func(*args, **kwargs)
 
 

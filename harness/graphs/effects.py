@@ -14,18 +14,17 @@ from torch._C._autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.errors import UsageError, rejected
-from harness.graphs.gpu_profile import Activity, Row, tally
+from harness.graphs.gpu_profile import Activity, ProfileRow, tally
 from harness.graphs.host_syncs import (
-    MACHINERY,
-    HostReadCalls,
+    INTERNAL_FILES,
+    HostSyncCalls,
     Kwargs,
-    asking_line,
     dispatched_read,
     storage_key,
     tensors_in,
 )
 
-MACHINERY.add(__file__)
+INTERNAL_FILES.add(__file__)
 SYNCHRONISED = "called a synchronizing CUDA operation"
 
 
@@ -66,7 +65,7 @@ class AddressLedger:
 
 
 class _Observer(TorchDispatchMode):
-    def __init__(self, effects: Effects, calls: HostReadCalls) -> None:
+    def __init__(self, effects: Effects, calls: HostSyncCalls) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._effects = effects
         self._calls = calls
@@ -76,7 +75,7 @@ class _Observer(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not self._calls.reporting and dispatched_read(func, args, kwargs):
-            self._effects.host_reads.append(f"{func} at {asking_line()}")
+            self._effects.host_reads.append(f"{func} at {caller_line()}")
         result = func(*args, **kwargs)
         self._effects.operations[str(func)] += 1
         given = {storage_key(tensor) for tensor in tensors_in((args, tuple(kwargs.values())))}
@@ -107,7 +106,7 @@ def observe(device: torch.device | str = "cpu") -> Iterator[Effects]:
 
 @contextmanager
 def _on_cpu(effects: Effects) -> Iterator[None]:
-    calls = HostReadCalls(lambda name: effects.host_reads.append(f"{name} at {asking_line()}"))
+    calls = HostSyncCalls(lambda name: effects.host_reads.append(f"{name} at {caller_line()}"))
     with calls, _Observer(effects, calls):
         yield
 
@@ -131,7 +130,8 @@ def _on_cuda(effects: Effects, device: torch.device | str) -> Iterator[None]:  #
             effects.bytes_allocated = torch.cuda.memory_stats(device)[stats] - before
             torch.cuda.synchronize(device)
     effects.activity = tally(
-        Row(event.name, event.device_type == DeviceType.CUDA, event.id) for event in trace.events()
+        ProfileRow(event.name, event.device_type == DeviceType.CUDA, event.id)
+        for event in trace.events()
     )
     effects.operations.update(effects.activity.kernels)
     effects.host_reads += waits_told(told, effects.activity)

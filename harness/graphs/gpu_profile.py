@@ -14,7 +14,7 @@ WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
 
 @dataclass(frozen=True)
-class Row:
+class ProfileRow:
     """One line of a profile.
 
     Args:
@@ -65,7 +65,7 @@ class Activity:
         return self.done.total() - self.launched.total()
 
 
-def tally(rows: Iterable[Row]) -> Activity:
+def tally(rows: Iterable[ProfileRow]) -> Activity:
     """Count the rows. Work without a call of its own is taken as launched one by one."""
     rows = list(rows)
     calls = [row for row in rows if not row.on_device]

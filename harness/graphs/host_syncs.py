@@ -19,14 +19,15 @@ aten = torch.ops.aten
 Kwargs = Mapping[str, Any]
 MASKS = (torch.bool, torch.uint8)
 TORCH_FOLDER = str(Path(torch.__file__).parent)
-MACHINERY = {__file__}
+INTERNAL_FILES = {__file__}
 
 
-def asking_line() -> str:
+def caller_line() -> str:
     """``file:line`` of the innermost frame outside torch and the recording machinery."""
     frame = sys._getframe(1)
     while frame.f_back and (
-        frame.f_code.co_filename in MACHINERY or frame.f_code.co_filename.startswith(TORCH_FOLDER)
+        frame.f_code.co_filename in INTERNAL_FILES
+        or frame.f_code.co_filename.startswith(TORCH_FOLDER)
     ):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -131,7 +132,7 @@ CALLS: dict[object, tuple[str, Rule]] = {
 }
 
 
-class HostReadCalls(TorchFunctionMode):
+class HostSyncCalls(TorchFunctionMode):
     """Reports the host reads that never dispatch.
 
     Attributes:

@@ -13,19 +13,18 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from harness.errors import CaptureViolation, ContractError
 from harness.graphs.effects import AddressLedger
 from harness.graphs.host_syncs import (
-    MACHINERY,
-    HostReadCalls,
+    INTERNAL_FILES,
+    HostSyncCalls,
     Kwargs,
-    asking_line,
     dispatched_read,
     storage_key,
     tensors_in,
 )
 
 T = TypeVar("T")
-Step = tuple[Any, tuple[Any, ...], dict[str, Any], tuple[torch.Tensor | None, ...]]
+TapeStep = tuple[Any, tuple[Any, ...], dict[str, Any], tuple[torch.Tensor | None, ...]]
 aten = torch.ops.aten
-MACHINERY.add(__file__)
+INTERNAL_FILES.add(__file__)
 EMPTY = frozenset(
     {
         aten.empty.memory_format,
@@ -51,7 +50,7 @@ class Tape:
 
     def __init__(self) -> None:
         self.operations: Counter[str] = Counter()
-        self._steps: list[Step] = []
+        self._steps: list[TapeStep] = []
         self._uninitialised: list[torch.Tensor] = []
         self._inputs = AddressLedger()
         self._captured = False
@@ -108,9 +107,9 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls = HostReadCalls(_refuse)
+        self.calls = HostSyncCalls(_refuse)
         self.operations: Counter[str] = Counter()
-        self.steps: list[Step] = []
+        self.steps: list[TapeStep] = []
         self.uninitialised: list[torch.Tensor] = []
         self.inputs = AddressLedger()
         self._seen: dict[int, torch.Tensor] = {}
@@ -145,12 +144,12 @@ class _Recorder(TorchDispatchMode):
         if id(tensor) not in self._seen:
             self._seen[id(tensor)] = tensor
             kind = str(tensor.dtype).removeprefix("torch.")
-            name = f"{kind}{list(tensor.shape)} that {func} reads at {asking_line()}"
+            name = f"{kind}{list(tensor.shape)} that {func} reads at {caller_line()}"
             self.inputs.enter(name, tensor)
 
 
 def _refuse(operation: str) -> None:
-    raise CaptureViolation(f"{operation} cannot be recorded; asked at {asking_line()}")
+    raise CaptureViolation(f"{operation} cannot be recorded; asked at {caller_line()}")
 
 
 def _settle(kept: tuple[torch.Tensor | None, ...], result: Any) -> None:

@@ -39,11 +39,11 @@ class Ragged(Paging):
     max_kv_len: int
 
 
-Launch = Callable[..., torch.Tensor]
+KernelFunction = Callable[..., torch.Tensor]
 """A kernel behind the checks: query, cache (and kv_lora_rank), and the rest by name."""
 
 
-class CheckedProvider:
+class CheckedKernel:
     """A ``Provider`` that refuses what its Capability refuses and launches everything else.
 
     A call without a query row or without a request launches nothing and returns zeros.
@@ -59,7 +59,7 @@ class CheckedProvider:
             that is being recorded appears once, its replays do not.
     """
 
-    def __init__(self, capability: Capability, kernels: Mapping[str, Launch]) -> None:
+    def __init__(self, capability: Capability, kernels: Mapping[str, KernelFunction]) -> None:
         self._capability = capability
         self.kernels = kernels
         self.calls: list[str] = []
@@ -163,7 +163,7 @@ class CheckedProvider:
         q: torch.Tensor,
         caches: tuple[torch.Tensor, ...],
         call: Paging,
-        checks: Iterable[strict.Check],
+        checks: Iterable[strict.ShapeCheck],
     ) -> None:
         capability = self.capability
         common = chain(

@@ -8,12 +8,12 @@ from typing import Unpack
 import torch
 
 from harness.core.capability import FLASH_MLA
-from harness.kernels.checked import CheckedProvider, Uniform, finished
+from harness.kernels.checked import CheckedKernel, Uniform, finished
 from harness.kernels.packages import cuda_device, load
 from harness.kernels.ragged import mla_context_by_decode
 
 
-class FlashMLA(CheckedProvider):
+class FlashMLA(CheckedKernel):
     """Decode, causal multi-query and, by padding to it, ragged queries on one kernel.
 
     The tile schedule follows from the lengths. It is computed on the device by each call, so that

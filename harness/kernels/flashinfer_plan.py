@@ -25,7 +25,7 @@ KERNEL = "flashinfer's paged prefill"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Geometry:
+class PrefillGeometry:
     """What a schedule depends on; no value of a device tensor is in it."""
 
     batch_size: int
@@ -46,7 +46,7 @@ class Geometry:
         return self.batch_size * self.max_q_len
 
 
-class Plan:
+class PrefillPlan:
     """One schedule, and the index buffers that its kernel reads.
 
     Args:
@@ -54,7 +54,7 @@ class Plan:
         device: with its index.
     """
 
-    def __init__(self, geometry: Geometry, device: torch.device) -> None:
+    def __init__(self, geometry: PrefillGeometry, device: torch.device) -> None:
         self.geometry = geometry
         bs, width = geometry.batch_size, geometry.table_width
         requests = torch.arange(bs + 1, dtype=torch.int32, device=device)
@@ -131,7 +131,7 @@ class Plan:
         return out
 
 
-def _wrapper(geometry: Geometry, device: torch.device) -> Any:
+def _wrapper(geometry: PrefillGeometry, device: torch.device) -> Any:
     module = load("flashinfer.prefill", KERNEL)
     options: dict[str, Any] = {"kv_layout": "NHD", "backend": "fa2"}
     if geometry.has_sinks:
@@ -140,7 +140,7 @@ def _wrapper(geometry: Geometry, device: torch.device) -> Any:
     return module.BatchPrefillWithPagedKVCacheWrapper(scratch, **options)
 
 
-def _with_sinks(geometry: Geometry) -> dict[str, Any]:
+def _with_sinks(geometry: PrefillGeometry) -> dict[str, Any]:
     """The variant with sinks, under a name of its own.
 
     The class that FlashInfer has for it names its binaries by query dtype and window alone, so

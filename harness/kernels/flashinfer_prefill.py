@@ -9,7 +9,7 @@ import torch
 
 from harness.errors import CaptureViolation
 from harness.kernels.checked import Ragged, finished
-from harness.kernels.flashinfer_plan import KERNEL, Geometry, Plan
+from harness.kernels.flashinfer_plan import KERNEL, PrefillGeometry, PrefillPlan
 from harness.kernels.paged_kv import is_readable
 from harness.kernels.ragged import places, zero_behind
 
@@ -25,7 +25,7 @@ class PagedPrefill:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._plans: dict[Geometry, Plan] = {}
+        self._plans: dict[PrefillGeometry, PrefillPlan] = {}
 
     def __call__(
         self,
@@ -43,7 +43,7 @@ class PagedPrefill:
             CaptureViolation: the geometry is first seen while a CUDA graph is captured.
         """
         cu_seqlens_q, tables = call["cu_seqlens_q"], call["block_tables"]
-        geometry = Geometry(
+        geometry = PrefillGeometry(
             batch_size=tables.shape[0],
             max_q_len=call["max_q_len"],
             table_width=tables.shape[1],
@@ -64,11 +64,11 @@ class PagedPrefill:
         out = zero_behind(padded[row], cu_seqlens_q)
         return finished(out, call["bmm2_scale"], call["out_dtype"])
 
-    def _plan(self, geometry: Geometry, q: torch.Tensor) -> Plan:
+    def _plan(self, geometry: PrefillGeometry, q: torch.Tensor) -> PrefillPlan:
         found = self._plans.get(geometry)
         if found is None:
             if not is_readable(q):
                 asked = ", ".join(f"{f.name} {getattr(geometry, f.name)}" for f in fields(geometry))
                 raise CaptureViolation(f"{KERNEL} is planned during capture, not before: {asked}")
-            found = self._plans[geometry] = Plan(geometry, self._device)
+            found = self._plans[geometry] = PrefillPlan(geometry, self._device)
         return found

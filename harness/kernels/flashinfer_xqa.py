@@ -7,14 +7,14 @@ from typing import Unpack
 import torch
 
 from harness.core.capability import XQA
-from harness.kernels.checked import CheckedProvider, Uniform, finished
+from harness.kernels.checked import CheckedKernel, Uniform, finished
 from harness.kernels.flashinfer_prefill import PagedPrefill
 from harness.kernels.packages import cuda_device, load
 from harness.kernels.shape_checks import FP8
 from harness.kernels.workspace import workspace
 
 
-class FlashInferXQA(CheckedProvider):
+class FlashInferXQA(CheckedKernel):
     """XQA takes pages as [page_size, kv_heads, head_dim], a bf16 or fp16 query and a packed mask.
 
     Over an FP8 cache on Hopper the kernel rounds the query and the softmax weights to FP8 itself.

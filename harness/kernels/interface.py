@@ -9,7 +9,7 @@ import torch
 from harness.core.capability import Capability
 
 
-class Provider(Protocol):
+class Kernel(Protocol):
     """Paged attention over a KV cache.
 
     Shapes, with bs requests, T packed query tokens and P cache pages:

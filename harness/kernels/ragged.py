@@ -11,7 +11,7 @@ from typing import Unpack
 
 import torch
 
-from harness.kernels.checked import Launch, Ragged
+from harness.kernels.checked import KernelFunction, Ragged
 
 Decode = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 """(q [bs * n, heads, dim], seq_lens [bs], n) -> [bs * n, heads, value dim]."""
@@ -78,7 +78,7 @@ def by_decode(
 
 
 def mla_context_by_decode(
-    mla_decode: Launch,
+    mla_decode: KernelFunction,
     widest: int,
     q: torch.Tensor,
     kv_cache: torch.Tensor,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.core.capability import Capability
 from harness.kernels import torch_ops
-from harness.kernels.checked import CheckedProvider
+from harness.kernels.checked import CheckedKernel
 
 FUNCTIONS = {
     "decode": torch_ops.paged_decode,
@@ -14,7 +14,7 @@ FUNCTIONS = {
 }
 
 
-class TorchPaged(CheckedProvider):
+class TorchPaged(CheckedKernel):
     """A ``Provider`` in plain PyTorch: float32 inside, rounded once to the output dtype.
 
     Beside what every provider refuses before launch, every index tensor is checked at each launch,

@@ -11,11 +11,11 @@ from harness.core.capability import Capability
 from harness.core.case import Family
 from harness.kernels.flash_mla import FlashMLA
 from harness.kernels.flashinfer_xqa import FlashInferXQA
-from harness.kernels.interface import Provider
+from harness.kernels.interface import Kernel
 from harness.kernels.reference import TorchPaged
 from harness.kernels.trtllm_gen import TRTLLMGen
 
-Maker = Callable[[torch.device | str], Provider]
+Maker = Callable[[torch.device | str], Kernel]
 
 KERNELS: dict[tuple[Family, str], Maker] = {
     (Family.MHA, "xqa"): FlashInferXQA,
@@ -31,7 +31,7 @@ def real_kernel(family: Family, name: str, device: torch.device | str) -> Maker 
     return None if torch.device(device).type == "cpu" else KERNELS.get((family, name))
 
 
-def new_provider(family: Family, capability: Capability, device: torch.device | str) -> Provider:
+def new_kernel(family: Family, capability: Capability, device: torch.device | str) -> Kernel:
     """The kernel of a capability; on a CPU the reference kernel, as strict as that one.
 
     Raises:

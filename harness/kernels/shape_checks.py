@@ -11,10 +11,10 @@ from harness.core.case import Dtype, Family, KVDtype
 from harness.errors import KernelRefusal, rejected
 
 FP8 = torch.float8_e4m3fn
-Check = tuple[bool, str, object, object]
+ShapeCheck = tuple[bool, str, object, object]
 
 
-def refuse_unless(kernel: str, checks: Iterable[Check]) -> None:
+def refuse_unless(kernel: str, checks: Iterable[ShapeCheck]) -> None:
     """Raise for the first row whose condition is false.
 
     Rows are (condition, argument, value, accepted) and are drawn one at a time, so that a row may
@@ -35,7 +35,7 @@ def mask_words(q_len: int) -> int:
 
 def query_and_cache(
     capability: Capability, family: Family, q: torch.Tensor, caches: tuple[torch.Tensor, ...]
-) -> Iterator[Check]:
+) -> Iterator[ShapeCheck]:
     """Rules of the query and the cache; ``caches`` is (keys, values) or (latent,)."""
     name, keys = capability.name, caches[0]
     yield family in capability.families, "family", family.value, sorted(capability.families)
@@ -69,7 +69,7 @@ def query_and_cache(
     )
 
 
-def _dtypes(capability: Capability, query: torch.dtype, cache: torch.dtype) -> Iterator[Check]:
+def _dtypes(capability: Capability, query: torch.dtype, cache: torch.dtype) -> Iterator[ShapeCheck]:
     served = _served(capability)
     if cache == FP8:
         kinds = sorted(capability.kv_dtypes)
@@ -81,7 +81,9 @@ def _dtypes(capability: Capability, query: torch.dtype, cache: torch.dtype) -> I
         yield cache == query, "k_cache.dtype", cache, f"{query}, the query's, or {FP8}"
 
 
-def latent(capability: Capability, kv_cache: torch.Tensor, kv_lora_rank: int) -> Iterator[Check]:
+def latent(
+    capability: Capability, kv_cache: torch.Tensor, kv_lora_rank: int
+) -> Iterator[ShapeCheck]:
     """Rules of the latent cache's columns."""
     columns, dims = kv_cache.shape[-1], capability.mla_dims
     yield 1 <= kv_lora_rank <= columns, "kv_lora_rank", kv_lora_rank, f"1 … {columns}, the cache's"
@@ -92,7 +94,7 @@ def latent(capability: Capability, kv_cache: torch.Tensor, kv_lora_rank: int) ->
 
 def tables(
     capability: Capability, cache: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor
-) -> Iterator[Check]:
+) -> Iterator[ShapeCheck]:
     """Rules of the block table and the lengths."""
     yield from _int32("block_tables", block_tables, 2)
     yield from _int32("seq_lens", seq_lens, 1)
@@ -102,7 +104,7 @@ def tables(
     yield width > 0 and width % step == 0, "block_tables width", width, f"a multiple of {step}"
 
 
-def _int32(name: str, tensor: torch.Tensor, dim: int) -> Iterator[Check]:
+def _int32(name: str, tensor: torch.Tensor, dim: int) -> Iterator[ShapeCheck]:
     yield tensor.dtype == torch.int32, f"{name}.dtype", tensor.dtype, torch.int32
     yield tensor.dim() == dim, f"{name}.dim", tensor.dim(), dim
     yield tensor.is_contiguous(), f"{name}.stride", tensor.stride(), "contiguous"
@@ -110,7 +112,7 @@ def _int32(name: str, tensor: torch.Tensor, dim: int) -> Iterator[Check]:
 
 def uniform(
     capability: Capability, q: torch.Tensor, block_tables: torch.Tensor, q_len: int
-) -> Iterator[Check]:
+) -> Iterator[ShapeCheck]:
     """Rules of a decode call: q_len queries in each of the rows."""
     limit, rows = capability.max_q_len, block_tables.shape[0]
     yield 1 <= q_len <= limit, "q_len_per_req", q_len, f"1 … {limit} on {capability.name}"
@@ -120,7 +122,7 @@ def uniform(
 
 def packed_mask(
     capability: Capability, mask: torch.Tensor | None, block_tables: torch.Tensor, q_len: int
-) -> Iterator[Check]:
+) -> Iterator[ShapeCheck]:
     """Rules of the packed causal mask of a decode call."""
     if mask is None:
         optional = q_len == 1 or not capability.needs_packed_mask
@@ -138,7 +140,7 @@ def ragged(
     batch_size: int,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-) -> Iterator[Check]:
+) -> Iterator[ShapeCheck]:
     """Rules of a context call."""
     rows = block_tables.shape[0]
     yield batch_size == rows, "batch_size", batch_size, f"{rows}, the rows of block_tables"
@@ -148,7 +150,7 @@ def ragged(
         yield count == rows + 1, f"{name} length", count, f"{rows + 1} = batch_size + 1"
 
 
-def output(capability: Capability, out_dtype: torch.dtype) -> Iterator[Check]:
+def output(capability: Capability, out_dtype: torch.dtype) -> Iterator[ShapeCheck]:
     """Rules of the output."""
     served = _served(capability)
     yield out_dtype in served, "out_dtype", out_dtype, f"{served} on {capability.name}"
@@ -160,7 +162,7 @@ def window_and_sinks(
     window_left: int,
     sinks: torch.Tensor | None,
     q_len: int = 1,
-) -> Iterator[Check]:
+) -> Iterator[ShapeCheck]:
     """Rules of the sliding window and the attention sinks; ``q_len`` is of a decode call."""
     name, longest = capability.name, capability.max_window_q_len
     yield window_left >= -1, "window_left", window_left, "-1 for none, or 0 and more"

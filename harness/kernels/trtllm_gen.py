@@ -13,7 +13,7 @@ import torch
 
 from harness.core.capability import TRTLLM_GEN_MHA, TRTLLM_GEN_MLA
 from harness.core.case import Family
-from harness.kernels.checked import CheckedProvider, Launch, Ragged, Uniform
+from harness.kernels.checked import CheckedKernel, KernelFunction, Ragged, Uniform
 from harness.kernels.packages import cuda_device, load
 from harness.kernels.ragged import mla_context_by_decode, zero_behind
 from harness.kernels.workspace import workspace
@@ -23,7 +23,7 @@ QK_NOPE_HEAD_DIMS = {512: 128, 256: 64}
 """kv_lora_rank -> the head size before absorption, which the MLA entry still asks for."""
 
 
-class TRTLLMGen(CheckedProvider):
+class TRTLLMGen(CheckedKernel):
     """Decode, multi-query and context kernels, which are causal by themselves.
 
     The decode kernels share a workspace whose semaphores the context kernel is not handed. MLA has
@@ -44,7 +44,9 @@ class TRTLLMGen(CheckedProvider):
         self._prefill = load("flashinfer.prefill", capability.name)
         self._mla = load("flashinfer.mla", capability.name)
         self._workspace = workspace(capability.name, place)
-        ragged: Launch = partial(mla_context_by_decode, self._mla_decode, capability.max_q_len)
+        ragged: KernelFunction = partial(
+            mla_context_by_decode, self._mla_decode, capability.max_q_len
+        )
         super().__init__(
             capability,
             {

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from harness.kernels.paged_kv import PagedKeys, is_readable
-from harness.kernels.shape_checks import Check, refuse_unless
+from harness.kernels.shape_checks import ShapeCheck, refuse_unless
 
 
 def check_lengths(kernel: str, paged: PagedKeys, query_lens: torch.Tensor) -> None:
@@ -27,7 +27,7 @@ def check_lengths(kernel: str, paged: PagedKeys, query_lens: torch.Tensor) -> No
         refuse_unless(kernel, _lengths(paged, query_lens))
 
 
-def _lengths(paged: PagedKeys, query_lens: torch.Tensor) -> Iterator[Check]:
+def _lengths(paged: PagedKeys, query_lens: torch.Tensor) -> Iterator[ShapeCheck]:
     shown = paged.seq_lens.tolist()
     yield min(shown) >= 0, "seq_lens", shown, ">= 0 each"
     causal = bool((paged.seq_lens >= query_lens).all())
@@ -67,7 +67,7 @@ def _cumulative(
     seq_lens: torch.Tensor,
     tokens: int,
     max_q_len: int,
-) -> Iterator[Check]:
+) -> Iterator[ShapeCheck]:
     shown = cu_seqlens_q.tolist()
     steps = cu_seqlens_q.diff().tolist()
     yield shown[0] == 0, "cu_seqlens_q", shown, "starting at 0"

@@ -12,7 +12,7 @@ from harness.oracle.attention import (
     quantize_dequantize,
 )
 from harness.oracle.decoder import Decoder, Draft
-from harness.oracle.generation import Generation, greedy, relative_margins, speculate
+from harness.oracle.generation import OracleGeneration, greedy, relative_margins, speculate
 from harness.oracle.rotary import rotate
 
 VERSION = 1
@@ -21,7 +21,7 @@ __all__ = [
     "VERSION",
     "Decoder",
     "Draft",
-    "Generation",
+    "OracleGeneration",
     "attend",
     "greedy",
     "low_precision_attend",

@@ -10,13 +10,13 @@ import torch.nn.functional as F  # noqa: N812
 
 from harness.oracle.attention import attend, low_precision_attend, quantize_dequantize
 from harness.oracle.rotary import rotate
-from harness.oracle.weights import Weights
+from harness.oracle.weights import OracleWeights
 
-Config = Mapping[str, Any]
+OracleConfig = Mapping[str, Any]
 Scales = tuple[float, float] | None
 
 
-def rope_theta(config: Config) -> float:
+def rope_theta(config: OracleConfig) -> float:
     """The base of the rotary embedding.
 
     Raises:
@@ -29,7 +29,9 @@ def rope_theta(config: Config) -> float:
     return float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
 
 
-def gqa(weights: Weights, x: torch.Tensor, config: Config, scales: Scales) -> torch.Tensor:
+def gqa(
+    weights: OracleWeights, x: torch.Tensor, config: OracleConfig, scales: Scales
+) -> torch.Tensor:
     """Grouped-query attention of Llama over x [n, hidden], the whole sequence."""
     heads = config["num_attention_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -43,7 +45,9 @@ def gqa(weights: Weights, x: torch.Tensor, config: Config, scales: Scales) -> to
     return weights.linear("o_proj", _causal(q, k, v, dim**-0.5).flatten(1))
 
 
-def mla(weights: Weights, x: torch.Tensor, config: Config, scales: Scales) -> torch.Tensor:
+def mla(
+    weights: OracleWeights, x: torch.Tensor, config: OracleConfig, scales: Scales
+) -> torch.Tensor:
     """Multi-head latent attention of DeepSeek, not absorbed, over x [n, hidden]."""
     nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     heads, eps = config["num_attention_heads"], config["rms_norm_eps"]
@@ -74,13 +78,13 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
     return low_precision_attend(q, k, v, prefix_len=0, scale=scale, dtype=q.dtype)
 
 
-def mlp(weights: Weights, x: torch.Tensor) -> torch.Tensor:
+def mlp(weights: OracleWeights, x: torch.Tensor) -> torch.Tensor:
     """Gated feed-forward: down(silu(gate) * up)."""
     gated = F.silu(weights.linear("gate_proj", x)) * weights.linear("up_proj", x)
     return weights.linear("down_proj", gated)
 
 
-def experts(weights: Weights, x: torch.Tensor, config: Config) -> torch.Tensor:
+def experts(weights: OracleWeights, x: torch.Tensor, config: OracleConfig) -> torch.Tensor:
     """DeepSeek-V3's mixture: routed experts of each token and the shared ones."""
     share = route(weights, x, config)
     out = mlp(weights.at("shared_experts"), x) if config.get("n_shared_experts") else x * 0
@@ -89,7 +93,7 @@ def experts(weights: Weights, x: torch.Tensor, config: Config) -> torch.Tensor:
     return out
 
 
-def route(weights: Weights, x: torch.Tensor, config: Config) -> torch.Tensor:
+def route(weights: OracleWeights, x: torch.Tensor, config: OracleConfig) -> torch.Tensor:
     """The weight of every expert for every token: [n, n_routed_experts], zero where not chosen.
 
     Experts are chosen by sigmoid affinity plus correction bias, among the ``topk_group`` groups

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from harness.oracle import blocks
-from harness.oracle.weights import Weights
+from harness.oracle.weights import OracleWeights
 
 
 def _layer(
-    weights: Weights,
+    weights: OracleWeights,
     x: torch.Tensor,
     config: Mapping[str, Any],
     scales: blocks.Scales,
@@ -53,7 +53,7 @@ class Decoder:
         kv_scales: blocks.Scales = None,
     ) -> None:
         self.config = config
-        self.weights = Weights.at_dtype(tensors, dtype)
+        self.weights = OracleWeights.at_dtype(tensors, dtype)
         self.dtype = dtype
         self.kv_scales = kv_scales
         tied = config.get("tie_word_embeddings") or "lm_head.weight" not in self.weights
@@ -86,7 +86,7 @@ class Draft:
         self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], target: Decoder
     ) -> None:
         self.config = config
-        self.weights = Weights.at_dtype(tensors, target.dtype)
+        self.weights = OracleWeights.at_dtype(tensors, target.dtype)
         self.target = target
 
     def forward(

@@ -13,7 +13,7 @@ TOP_LOGITS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation:
+class OracleGeneration:
     """What a speculative run must produce.
 
     Args:
@@ -62,7 +62,7 @@ def speculate(
     num_draft_tokens: int,
     count: int,
     eos: int | None = None,
-) -> Generation:
+) -> OracleGeneration:
     """Greedy chain speculation, topk = 1: at most ``count`` tokens; ends with ``eos``.
 
     Each round the draft proposes ``num_steps`` tokens behind the last true one, of which
@@ -126,11 +126,11 @@ def _generation(
     step_margins: list[float],
     count: int,
     eos: int | None,
-) -> Generation:
+) -> OracleGeneration:
     length = min([count, *(i + 1 for i, token in enumerate(emitted) if token == eos)])
     logits = torch.cat(rows)[:length]
     top = logits.topk(min(TOP_LOGITS, logits.shape[-1]), -1)
-    return Generation(
+    return OracleGeneration(
         token_ids=tuple(emitted[:length]),
         accept_lengths=tuple(accept_lengths),
         top_ids=top.indices,

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 KEPT_WIDE = "e_score_correction_bias"
 
 
-class Weights:
+class OracleWeights:
     """A view of the named tensors below a prefix."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> None:
@@ -19,14 +19,14 @@ class Weights:
         self._prefix = prefix
 
     @classmethod
-    def at_dtype(cls, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weights:
+    def at_dtype(cls, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> OracleWeights:
         """All of a checkpoint, cast once."""
         kept = {name: t if name.endswith(KEPT_WIDE) else t.to(dtype) for name, t in tensors.items()}
         return cls(kept)
 
-    def at(self, name: str) -> Weights:
+    def at(self, name: str) -> OracleWeights:
         """The tensors below ``name``."""
-        return Weights(self._tensors, f"{self._prefix}{name}.")
+        return OracleWeights(self._tensors, f"{self._prefix}{name}.")
 
     def __contains__(self, name: str) -> bool:
         return self._prefix + name in self._tensors

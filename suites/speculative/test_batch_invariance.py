@@ -8,16 +8,16 @@ import torch
 from fixtures.models.shipped import FAMILIES, Setup, decode, run
 from fixtures.pytest_plugin.goldens import prompts
 from harness.core.case import Execution
-from harness.engine.spec_config import Version
+from harness.engine.spec_config import SpecVersion
 
 COMPANY = {"alone": (2,), "of_three": (5, 2, 0)}
 WAYS = [
-    (Version.V1, False, Execution.EAGER),
-    (Version.V1, False, Execution.GRAPH),
-    (Version.V2, False, Execution.EAGER),
-    (Version.V2, False, Execution.GRAPH),
-    (Version.V2, True, Execution.EAGER),
-    (Version.V2, True, Execution.GRAPH),
+    (SpecVersion.V1, False, Execution.EAGER),
+    (SpecVersion.V1, False, Execution.GRAPH),
+    (SpecVersion.V2, False, Execution.EAGER),
+    (SpecVersion.V2, False, Execution.GRAPH),
+    (SpecVersion.V2, True, Execution.EAGER),
+    (SpecVersion.V2, True, Execution.GRAPH),
 ]
 SETUPS = [
     Setup(pair=pair, version=version, overlap=overlap, execution=execution)
@@ -39,7 +39,7 @@ def test_company_changes_neither_text_nor_rounds(
 
 @each_setup
 def test_versions_graphs_and_overlap_change_neither(setup: Setup, device: torch.device) -> None:
-    plainest = Setup(pair=setup.pair, version=Version.V1, execution=Execution.EAGER)
+    plainest = Setup(pair=setup.pair, version=SpecVersion.V1, execution=Execution.EAGER)
     assert run(setup, device).texts == run(plainest, device).texts
 
 

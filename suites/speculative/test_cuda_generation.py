@@ -11,7 +11,7 @@ from fixtures.pytest_plugin.goldens import prompts
 from harness.core.case import Execution
 from harness.core.tolerance import tie_margin
 from harness.differential.generated_text import judge_text
-from harness.engine.spec_config import Version
+from harness.engine.spec_config import SpecVersion
 
 KERNELS = (("gqa", "xqa"), ("mla", "flash_mla"))
 SETUPS = {
@@ -20,7 +20,7 @@ SETUPS = {
     for execution in Execution
     for setup in (
         Setup(pair=pair, kernel=kernel, page_size=64, version=None, execution=execution),
-        Setup(pair=pair, kernel=kernel, page_size=64, version=Version.V1, execution=execution),
+        Setup(pair=pair, kernel=kernel, page_size=64, version=SpecVersion.V1, execution=execution),
         Setup(pair=pair, kernel=kernel, page_size=64, execution=execution),
         Setup(pair=pair, kernel=kernel, page_size=64, overlap=True, execution=execution),
     )

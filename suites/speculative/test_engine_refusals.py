@@ -6,8 +6,8 @@ import pytest
 
 from fixtures.toys.toy import expected_generation
 from fixtures.toys.toy_engine import PROMPTS, bench, speculation
-from harness.engine.scheduler import Engine
-from harness.engine.spec_config import Speculation
+from harness.engine.scheduler import Scheduler
+from harness.engine.spec_config import SpecConfig
 from harness.errors import CapacityError, UsageError
 
 
@@ -36,7 +36,7 @@ def test_a_prompt_that_cannot_be_served(prompt: list[int], count: int, message: 
     "count", [pytest.param(2, id="at_admission"), pytest.param(30, id="while_running")]
 )
 def test_a_request_too_large_for_the_pools_leaves_nothing(
-    spec: Speculation | None, count: int
+    spec: SpecConfig | None, count: int
 ) -> None:
     prompt = PROMPTS[2] * 2 if count == 2 else PROMPTS[0]
     rig = bench(spec, num_pages=6, max_context_len=60)
@@ -55,4 +55,4 @@ def test_an_engine_that_cannot_work() -> None:
         bench(max_bs=0)
     rig = bench(speculation(5, 3), max_context_len=20)
     with pytest.raises(UsageError, match=r"max_context_len = 21 .* <= 20"):
-        Engine(rig.worker, rig.slots, max_bs=1, max_context_len=21)
+        Scheduler(rig.worker, rig.slots, max_bs=1, max_context_len=21)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fixtures.toys.toy_attention import make_batch, mha_pool, request_table
-from harness.engine.phases import EaglePhases, GraphPhase, PlainPhases
+from harness.engine.phases import EaglePhases, GraphPhase, TargetOnlyPhases
 from harness.upstream.base_attn_backend import decide_needs_cpu_seq_lens
 from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode
 
@@ -60,7 +60,7 @@ def test_a_graph_serves_what_it_holds_and_the_eager_phase_the_rest() -> None:
     assert phase.backend == "the eager phase's"
 
 
-READERS = [(kind, each.name) for kind in (EaglePhases, PlainPhases) for each in fields(kind)]
+READERS = [(kind, each.name) for kind in (EaglePhases, TargetOnlyPhases) for each in fields(kind)]
 
 
 @pytest.mark.parametrize(

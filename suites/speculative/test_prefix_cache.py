@@ -10,14 +10,14 @@ import torch
 from fixtures.toys.tiny_engine import BACKENDS, NEW, Rig
 from harness.engine.plan_stream import RecordedStreams
 from harness.engine.request import Request
-from harness.engine.scheduler import Engine
-from harness.engine.spec_config import Speculation, Version
+from harness.engine.scheduler import Scheduler
+from harness.engine.spec_config import SpecConfig, SpecVersion
 from harness.errors import ContractError, UsageError
 
 SPECS = {
     "plain": None,
-    "v1": Speculation(num_steps=3, num_draft_tokens=3, version=Version.V1),
-    "v2": Speculation(num_steps=3, num_draft_tokens=3, version=Version.V2),
+    "v1": SpecConfig(num_steps=3, num_draft_tokens=3, version=SpecVersion.V1),
+    "v2": SpecConfig(num_steps=3, num_draft_tokens=3, version=SpecVersion.V2),
 }
 FIRST = [5, 9, 3, 11, 60, 2, 7, 40, 21, 8]
 FORKED = [*FIRST[:8], 22, 8, 13]
@@ -30,7 +30,7 @@ def rig(request: pytest.FixtureRequest) -> Rig:
     return Rig(request.param)
 
 
-def finish(engine: Engine, *prompts: list[int]) -> list[Request]:
+def finish(engine: Scheduler, *prompts: list[int]) -> list[Request]:
     requests = [engine.submit(prompt, NEW) for prompt in prompts]
     while not engine.idle:
         engine.step()
@@ -38,7 +38,7 @@ def finish(engine: Engine, *prompts: list[int]) -> list[Request]:
     return requests
 
 
-def balanced(engine: Engine) -> None:
+def balanced(engine: Scheduler) -> None:
     usage = engine.usage
     assert usage.free_pages + usage.cached_pages + usage.held_pages == usage.total_pages
 

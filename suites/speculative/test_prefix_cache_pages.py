@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.engine.kv_lease import SlotTable
-from harness.engine.kv_manager import Holdings
+from harness.engine.kv_manager import KVCacheManager
 from harness.engine.plan_stream import SameStream
 from harness.engine.prefix_cache import PrefixCache
 from harness.errors import ContractError, UsageError
@@ -40,7 +40,7 @@ def hybrid() -> tuple[ReqToTokenPool, PagedAllocator, SWAKVPool, PagedAllocator]
 def test_windows_are_not_shared():
     table = SlotTable(*hybrid())
     with pytest.raises(UsageError, match=r"prefix_cache = .* hybrid"):
-        Holdings(table, SameStream(), PrefixCache(table.allocator))
+        KVCacheManager(table, SameStream(), PrefixCache(table.allocator))
     assert table.capacity == 2 * PAGE
 
 

@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from fixtures.toys.tiny_engine import Rig
 from harness.engine.request import Request
-from harness.engine.spec_config import Speculation, Version
+from harness.engine.spec_config import SpecConfig, SpecVersion
 
-SPEC = Speculation(num_steps=3, num_draft_tokens=3, version=Version.V2)
+SPEC = SpecConfig(num_steps=3, num_draft_tokens=3, version=SpecVersion.V2)
 PAGES = 10
 """One of the longest requests needs six of them, so that three at once do not fit."""
 STEM = (5, 9, 3, 11, 60, 2, 7, 40, 21)

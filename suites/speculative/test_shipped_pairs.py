@@ -17,9 +17,9 @@ from harness.core.environment import environment
 from harness.core.record import Record, Verdict
 from harness.core.tolerance import tie_margin
 from harness.differential.generated_text import judge_text
-from harness.engine.spec_config import Version
+from harness.engine.spec_config import SpecVersion
 
-EAGER, V1 = Execution.EAGER, Version.V1
+EAGER, V1 = Execution.EAGER, SpecVersion.V1
 SETUPS = {
     setup.id: setup
     for pair in FAMILIES

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import torch
 
-from harness.engine.batch_state import Proposal, Round, State, concatenate, gather, join, select
+from harness.engine.batch_state import (
+    BatchState,
+    DraftState,
+    StepOutput,
+    concatenate,
+    gather,
+    join,
+    select,
+)
 
 
-def state(*numbers: int, mirror: bool = True, proposal: bool = True) -> State:
+def state(*numbers: int, mirror: bool = True, proposal: bool = True) -> BatchState:
     """A request a number; every field of a request tells which it is."""
     told = torch.tensor(numbers)
-    return State(
+    return BatchState(
         rows=told,
         seq_lens=told * 10,
         bonus=told * 100,
         seq_lens_cpu=told * 10 + 4 if mirror else None,
-        proposal=Proposal(told[:, None] / 10, told[:, None] * 1000, told[:, None] * torch.ones(2))
+        proposal=DraftState(told[:, None] / 10, told[:, None] * 1000, told[:, None] * torch.ones(2))
         if proposal
         else None,
     )
 
 
-def assert_same(obtained: State, expected: State) -> None:
+def assert_same(obtained: BatchState, expected: BatchState) -> None:
     for name in ("rows", "seq_lens", "bonus", "seq_lens_cpu"):
         assert getattr(obtained, name).tolist() == getattr(expected, name).tolist(), name
     assert obtained.proposal is not None
@@ -64,5 +72,7 @@ def test_proposals_one_behind_the_other() -> None:
 
 
 def test_a_round_emits_what_was_accepted_of_each_row() -> None:
-    outcome = Round(torch.tensor([2, 3, 1]).int(), torch.tensor([[4, 5, 6], [7, 8, 9], [1, 2, 3]]))
+    outcome = StepOutput(
+        torch.tensor([2, 3, 1]).int(), torch.tensor([[4, 5, 6], [7, 8, 9], [1, 2, 3]])
+    )
     assert outcome.tokens() == [[4, 5], [7, 8, 9], [1]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 
-class Ruling(StrEnum):
+class BenchVerdict(StrEnum):
     """The five answers; none of them is "passed because a retry passed"."""
 
     REGRESSED = "regressed"
@@ -22,4 +22,4 @@ class Ruling(StrEnum):
     @property
     def is_red(self) -> bool:
         """Whether a gate must fail on it: shown worse, or not measured."""
-        return self in (Ruling.REGRESSED, Ruling.INVALID)
+        return self in (BenchVerdict.REGRESSED, BenchVerdict.INVALID)

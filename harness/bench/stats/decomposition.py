@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.sequential_test import Evidence
 
-MOVED = (Ruling.REGRESSED, Ruling.IMPROVED)
+MOVED = (BenchVerdict.REGRESSED, BenchVerdict.IMPROVED)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
 
-from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.margin import checked
 from harness.bench.stats.sequential_test import Evidence
 from harness.bench.stats.stopping import Thresholds
@@ -61,17 +61,17 @@ def e_bh(e_values: Mapping[str, float], q: float = ALPHA) -> frozenset[str]:
 
 def settle(table: Mapping[str, Evidence]) -> dict[str, Evidence]:
     """A night's table, blame and praise decided by e-BH; an INVALID case counts, as no evidence."""
-    valid = {name for name, found in table.items() if found.ruling is not Ruling.INVALID}
+    valid = {name for name, found in table.items() if found.ruling is not BenchVerdict.INVALID}
     worse = e_bh({n: found.e_regressed if n in valid else 0.0 for n, found in table.items()})
     better = e_bh({n: found.e_improved if n in valid else 0.0 for n, found in table.items()})
 
     def ruled(name: str, found: Evidence) -> Evidence:
         if name in worse:
-            return replace(found, ruling=Ruling.REGRESSED)
+            return replace(found, ruling=BenchVerdict.REGRESSED)
         if name in better:
-            return replace(found, ruling=Ruling.IMPROVED)
-        blamed = found.ruling in (Ruling.REGRESSED, Ruling.IMPROVED)
-        return replace(found, ruling=Ruling.INCONCLUSIVE) if blamed else found
+            return replace(found, ruling=BenchVerdict.IMPROVED)
+        blamed = found.ruling in (BenchVerdict.REGRESSED, BenchVerdict.IMPROVED)
+        return replace(found, ruling=BenchVerdict.INCONCLUSIVE) if blamed else found
 
     return {name: ruled(name, found) if name in valid else found for name, found in table.items()}
 
@@ -83,10 +83,10 @@ class Control(StrEnum):
     PLANTED = "planted slowdown"
 
     @property
-    def accepted(self) -> tuple[Ruling, ...]:
+    def accepted(self) -> tuple[BenchVerdict, ...]:
         """Rulings that leave the night believable."""
-        unchanged = (Ruling.OK, Ruling.INCONCLUSIVE)
-        return unchanged if self is Control.AA else (Ruling.REGRESSED,)
+        unchanged = (BenchVerdict.OK, BenchVerdict.INCONCLUSIVE)
+        return unchanged if self is Control.AA else (BenchVerdict.REGRESSED,)
 
 
 def believe(
@@ -97,7 +97,7 @@ def believe(
     if not reasons:
         return dict(table)
     return {
-        name: replace(found, ruling=Ruling.INVALID, reasons=(*reasons, *found.reasons))
+        name: replace(found, ruling=BenchVerdict.INVALID, reasons=(*reasons, *found.reasons))
         for name, found in table.items()
     }
 
@@ -108,6 +108,6 @@ def _failed(control: Control, found: Evidence | None) -> str | None:
         return None
     expected = " or ".join(control.accepted)
     said = f"control {control}: {found.ruling if found else 'missing'} instead of {expected}"
-    if found and found.ruling is Ruling.INVALID and found.reasons:
+    if found and found.ruling is BenchVerdict.INVALID and found.reasons:
         said += f" ({found.reasons[0].splitlines()[0]})"
     return said

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.design import Block, Design, check_session
 from harness.bench.stats.e_process import DEFAULT_SCALE, Array
 from harness.bench.stats.estimates import hodges_lehmann, interval
@@ -22,7 +22,7 @@ INVALID_SHARE = Fraction(1, 3)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SequentialPlan:
     """Everything about a session that is fixed before its first block.
 
     Args:
@@ -58,7 +58,7 @@ class Evidence:
     """
 
     metric: str
-    ruling: Ruling
+    ruling: BenchVerdict
     over: bool
     blocks: int
     dropped: int
@@ -86,11 +86,11 @@ class Evidence:
     @property
     def e_value(self) -> float:
         """The one behind the ruling: for better where IMPROVED, against worse where OK."""
-        behind = {Ruling.IMPROVED: self.e_improved, Ruling.OK: self.e_clear}
+        behind = {BenchVerdict.IMPROVED: self.e_improved, BenchVerdict.OK: self.e_clear}
         return behind.get(self.ruling, self.e_regressed)
 
 
-def judge(blocks: Sequence[Block], plan: Plan) -> Evidence:
+def judge(blocks: Sequence[Block], plan: SequentialPlan) -> Evidence:
     """Rule on the blocks measured so far; ask after each until the answer is ``over``.
 
     Invalid blocks are dropped whole. Blocks behind the decision change nothing.
@@ -106,14 +106,14 @@ def judge(blocks: Sequence[Block], plan: Plan) -> Evidence:
     sign = -1.0 if plan.margin.higher_is_better else 1.0
     effects = sign * np.array([block.effect for block in valid], dtype=np.float64)
     ruling, used, path = _look(effects, plan)
-    over = ruling is not Ruling.INCONCLUSIVE or used >= plan.bounds.n_max
+    over = ruling is not BenchVerdict.INCONCLUSIVE or used >= plan.bounds.n_max
     # Twice as many valid blocks as invalid ones are needed, and there will be no more than n_max.
     hopeless = dropped > plan.bounds.n_max * INVALID_SHARE / (1 - INVALID_SHARE)
     if hopeless or (over and dropped > INVALID_SHARE * len(blocks)):
         share = f"{dropped} of {len(blocks)} blocks are invalid, more than a third"
-        ruling, over, reasons = Ruling.INVALID, True, (share, *reasons)
+        ruling, over, reasons = BenchVerdict.INVALID, True, (share, *reasons)
     elif _clocks_disagree(valid[:used], effects[:used], ruling, sign):
-        ruling, reasons = Ruling.INVALID, ("time and cycles disagree on the sign", *reasons)
+        ruling, reasons = BenchVerdict.INVALID, ("time and cycles disagree on the sign", *reasons)
     centre, low, high = _estimate(effects[:used], plan.calibrated)
     low, high = sorted((plan.margin.ratio(low), plan.margin.ratio(high)))
     return Evidence(
@@ -130,17 +130,19 @@ def judge(blocks: Sequence[Block], plan: Plan) -> Evidence:
     )
 
 
-def _look(effects: Array, plan: Plan) -> tuple[Ruling, int, tuple[tuple[float, float, float], ...]]:
+def _look(
+    effects: Array, plan: SequentialPlan
+) -> tuple[BenchVerdict, int, tuple[tuple[float, float, float], ...]]:
     effects = effects[: plan.bounds.n_max]
     if not effects.size:
-        return Ruling.INCONCLUSIVE, 0, ()
+        return BenchVerdict.INCONCLUSIVE, 0, ()
     found = paths(effects, plan.bounds, plan.calibrated)
     code, used = decide(found, plan.thresholds)
     n = int(used)
     waiting = found.improved[n - 1] > 0.0 and n < plan.bounds.n_max
     ruling = RULINGS[int(code)]
-    if ruling is Ruling.OK and waiting:
-        ruling = Ruling.INCONCLUSIVE
+    if ruling is BenchVerdict.OK and waiting:
+        ruling = BenchVerdict.INCONCLUSIVE
     logs = zip(found.regressed[:n], found.clear[:n], found.improved[:n], strict=True)
     return ruling, n, tuple((math.exp(r), math.exp(c), math.exp(i)) for r, c, i in logs)
 
@@ -152,13 +154,17 @@ def _estimate(effects: Array, calibrated: float) -> tuple[float, float, float]:
     return hodges_lehmann(list(effects)), low, high
 
 
-def _clocks_disagree(blocks: Sequence[Block], effects: Array, ruling: Ruling, sign: float) -> bool:
+def _clocks_disagree(
+    blocks: Sequence[Block], effects: Array, ruling: BenchVerdict, sign: float
+) -> bool:
     """Whether an effect in time is gone or turned around in cycles.
 
     Asked of the whole session and only to take blame or praise back: dropping single blocks for it
     would keep those in which the coin helped a small effect.
     """
-    if ruling not in (Ruling.REGRESSED, Ruling.IMPROVED) or not any(b.mhz for b in blocks):
+    if ruling not in (BenchVerdict.REGRESSED, BenchVerdict.IMPROVED) or not any(
+        b.mhz for b in blocks
+    ):
         return False
     if not all(block.mhz for block in blocks):
         raise UsageError(rejected("mhz", "of some blocks", "of all valid blocks, or of none"))

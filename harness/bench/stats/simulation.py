@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.design import Design
 from harness.bench.stats.e_process import Array
 from harness.bench.stats.margin import Bounds
@@ -64,7 +64,7 @@ def shared_host(random: np.random.Generator, shape: tuple[int, ...]) -> Array:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scene:
+class SimulatedSession:
     """A row of the simulation: noise, true effect, design and margin."""
 
     name: str
@@ -80,22 +80,22 @@ class Scene:
 class Shares:
     """Parts of the sessions by ruling, and the mean number of blocks."""
 
-    by_ruling: dict[Ruling, float]
+    by_ruling: dict[BenchVerdict, float]
     blocks: float
 
 
-def _scenes() -> tuple[Scene, ...]:
+def _scenes() -> tuple[SimulatedSession, ...]:
     none = Bounds(delta0=0.0, delta1=0.03, n_max=40)
     kernel = Bounds(delta0=math.log1p(0.005), delta1=math.log1p(0.03), n_max=16)
     server = Bounds(delta0=math.log1p(0.01), delta1=math.log1p(0.03), n_max=16)
     pairs, quads = Design.PAIRS, Design.QUADS
     ugly = [
-        Scene(name=f"A/A, {noise.__name__}, margin 0", noise=noise, design=pairs, bounds=none,
+        SimulatedSession(name=f"A/A, {noise.__name__}, margin 0", noise=noise, design=pairs, bounds=none,
               second_place=SECOND_PLACE)
         for noise in (lognormal, half_cauchy, bimodal, ordinary)
     ]  # fmt: skip
     plain = [
-        Scene(name=f"{slowdown:.0%} slower, {what}", noise=ordinary, design=design,
+        SimulatedSession(name=f"{slowdown:.0%} slower, {what}", noise=ordinary, design=design,
               bounds=bounds, slowdown=slowdown)
         for what, design, bounds in (
             ("pairs, delta0 0.5 %", pairs, kernel),
@@ -106,7 +106,7 @@ def _scenes() -> tuple[Scene, ...]:
         for slowdown in (0.0, 0.01, 0.02, 0.03, 0.05, 0.10)
     ]  # fmt: skip
     shared = [
-        Scene(name=f"{slowdown:.0%} slower, shared host, {design.name.lower()}", noise=shared_host,
+        SimulatedSession(name=f"{slowdown:.0%} slower, shared host, {design.name.lower()}", noise=shared_host,
               design=design, bounds=kernel, slowdown=slowdown)
         for design in Design
         for slowdown in (0.0, 0.05)
@@ -118,7 +118,7 @@ SCENES = {scene.name: scene for scene in _scenes()}
 
 
 def effects(
-    scene: Scene, sessions: int, random: np.random.Generator, *, coin: bool = True
+    scene: SimulatedSession, sessions: int, random: np.random.Generator, *, coin: bool = True
 ) -> Array:
     """Effects of sessions of ``n_max`` blocks, [sessions, n_max], drawn trial by trial.
 
@@ -139,7 +139,7 @@ def effects(
     return np.asarray(seen + math.log1p(scene.slowdown))
 
 
-def simulate(scene: Scene, sessions: int, seed: int = 1, *, coin: bool = True) -> Shares:
+def simulate(scene: SimulatedSession, sessions: int, seed: int = 1, *, coin: bool = True) -> Shares:
     """Rule on ``sessions`` made-up sessions exactly as on measured ones."""
     random = np.random.default_rng(seed)
     counts = np.zeros(len(RULINGS))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.e_process import DEFAULT_SCALE, Array, log_e, scales
 from harness.bench.stats.margin import Bounds, checked
 
@@ -31,7 +31,7 @@ class Thresholds:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Paths:
+class EvidencePaths:
     """Log e-processes after each block, [..., n].
 
     Args:
@@ -45,21 +45,28 @@ class Paths:
     improved: Array
 
 
-def paths(effects: Array, bounds: Bounds, calibrated: float = DEFAULT_SCALE) -> Paths:
+def paths(effects: Array, bounds: Bounds, calibrated: float = DEFAULT_SCALE) -> EvidencePaths:
     """The three e-processes of sessions of cost effects (positive is worse), [..., n]."""
     scale = scales(effects, calibrated)
-    return Paths(
+    return EvidencePaths(
         regressed=log_e(effects - bounds.delta0, scale),
         clear=log_e(bounds.delta1 - effects, scale),
         improved=log_e(-bounds.delta0 - effects, scale),
     )
 
 
-RULINGS = (Ruling.INCONCLUSIVE, Ruling.OK, Ruling.IMPROVED, Ruling.REGRESSED)
+RULINGS = (
+    BenchVerdict.INCONCLUSIVE,
+    BenchVerdict.OK,
+    BenchVerdict.IMPROVED,
+    BenchVerdict.REGRESSED,
+)
 """By the code that ``decide`` returns; the worse news wins a tie."""
 
 
-def decide(found: Paths, thresholds: Thresholds) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def decide(
+    found: EvidencePaths, thresholds: Thresholds
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(index into ``RULINGS``, blocks used) of each session, [...] each.
 
     Blame and praise stop at once. OK waits while an improvement is in prospect (its e-process

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from harness.differential.golden.golden_entry import (
     Golden,
+    GoldenOutcome,
     Identity,
-    Outcome,
     Workflow,
     digest,
     digest_of_tensors,
@@ -15,9 +15,9 @@ from harness.differential.golden.store import GoldenStore
 
 __all__ = [
     "Golden",
+    "GoldenOutcome",
     "GoldenStore",
     "Identity",
-    "Outcome",
     "Workflow",
     "digest",
     "digest_of_tensors",

@@ -23,7 +23,7 @@ class Workflow(StrEnum):
     REWRITE = "rewrite"
 
 
-class Outcome(StrEnum):
+class GoldenOutcome(StrEnum):
     """What became of one golden in a run."""
 
     VERIFIED = "verified"
@@ -33,7 +33,7 @@ class Outcome(StrEnum):
     @property
     def is_red(self) -> bool:
         """Recording never passes: whoever recorded runs again to verify."""
-        return self is not Outcome.VERIFIED
+        return self is not GoldenOutcome.VERIFIED
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from harness.differential.golden.files import (
     read_manifest,
     write_groups,
 )
-from harness.differential.golden.golden_entry import Golden, Identity, Outcome, Workflow
+from harness.differential.golden.golden_entry import Golden, GoldenOutcome, Identity, Workflow
 from harness.errors import GoldenError
 
 UPDATE = "python3 -m pytest suites --golden"
@@ -66,7 +66,7 @@ class GoldenStore:
 
     def settle(
         self, group: str, key: str, identity: Identity, compute: Callable[[], Golden]
-    ) -> tuple[Golden, Outcome]:
+    ) -> tuple[Golden, GoldenOutcome]:
         """The golden of a key, as the workflow has it.
 
         ``verify`` reads and computes nothing. ``add`` computes what is missing. ``rewrite``
@@ -78,14 +78,14 @@ class GoldenStore:
         self._group(group)
         known = key in self.manifest["entries"].get(group, {})
         if known and self.workflow is not Workflow.REWRITE:
-            return self._fresh(group, key, identity), Outcome.VERIFIED
+            return self._fresh(group, key, identity), GoldenOutcome.VERIFIED
         if self.workflow is Workflow.VERIFY:
             raise self._advised(f"{self._file(group)} has no golden {key!r}", Workflow.ADD)
         computed = replace(compute(), identity=identity, origin=self.origin)
         if known and self._load(group, key).says_the_same(computed):
-            return computed, Outcome.VERIFIED
+            return computed, GoldenOutcome.VERIFIED
         self._put(group, key, computed)
-        return computed, Outcome.REWRITTEN if known else Outcome.ADDED
+        return computed, GoldenOutcome.REWRITTEN if known else GoldenOutcome.ADDED
 
     def orphans(self, planned: Iterable[tuple[str, str]]) -> list[str]:
         """One line for every golden that nothing planned asks for; ``rewrite`` drops them."""

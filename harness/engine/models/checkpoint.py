@@ -18,7 +18,7 @@ from harness.engine.models.config import DecoderConfig, DeepseekConfig, LlamaCon
 from harness.errors import CheckpointError, rejected
 
 RawConfig = Mapping[str, Any]
-Tensors = dict[str, torch.Tensor]
+CheckpointTensors = dict[str, torch.Tensor]
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
@@ -65,7 +65,7 @@ def expected_shapes(raw: RawConfig) -> shapes.Shapes:
     return ARCHITECTURES[architecture_of(raw)].shapes(parse_config(raw))
 
 
-def read_tensors(folder: str | Path) -> tuple[dict[str, Any], Tensors]:
+def read_tensors(folder: str | Path) -> tuple[dict[str, Any], CheckpointTensors]:
     """``config.json`` and the tensors of ``folder`` as they are stored, checked against each other.
 
     Raises:
@@ -104,7 +104,7 @@ def check_tensors(raw: RawConfig, tensors: Mapping[str, torch.Tensor]) -> None:
             raise CheckpointError(rejected(f"shape of {name}", tuple(tensors[name].shape), shape))
 
 
-def random_checkpoint(raw: RawConfig, seed: int) -> Tensors:
+def random_checkpoint(raw: RawConfig, seed: int) -> CheckpointTensors:
     """Float32 tensors for a configuration, scaled so that activations stay near one.
 
     Norm weights lie around one and biases around zero, none of them exactly there, so that a

@@ -11,8 +11,8 @@ from torch.nn.functional import embedding
 
 from harness.engine.models.config import DecoderConfig
 from harness.engine.models.layers import (
+    LayerWeights,
     Rotation,
-    Weights,
     inverse_frequencies,
     predict,
     rms_norm,
@@ -35,7 +35,7 @@ class Layer(Protocol):
         ...
 
 
-class Decoder(ABC):
+class DecoderModel(ABC):
     """Layers with their rotary positions, between an embedding and a head.
 
     Attributes:
@@ -76,10 +76,12 @@ class Decoder(ABC):
         return x
 
 
-class TargetDecoder(Decoder):
+class TargetDecoder(DecoderModel):
     """A model that reads tokens alone; its draft continues from behind the final norm."""
 
-    def __init__(self, config: DecoderConfig, weights: Weights, layers: Sequence[Layer]) -> None:
+    def __init__(
+        self, config: DecoderConfig, weights: LayerWeights, layers: Sequence[Layer]
+    ) -> None:
         embed_tokens = weights["model.embed_tokens.weight"]
         super().__init__(config, layers, embed_tokens, weights.get("lm_head.weight", embed_tokens))
         self.norm = weights["model.norm.weight"]

@@ -8,8 +8,8 @@ from torch.nn.functional import linear
 from harness.engine.models.config import DeepseekConfig
 from harness.engine.models.decoder_layer import TargetDecoder
 from harness.engine.models.layers import (
+    LayerWeights,
     Rotation,
-    Weights,
     rms_norm,
     rotate_pairs,
     swiglu,
@@ -26,7 +26,7 @@ class LatentAttention:
     attention (``w_vc``), so that the cache holds kv_lora_rank + qk_rope_head_dim values a token.
     """
 
-    def __init__(self, config: DeepseekConfig, layer_id: int, weights: Weights) -> None:
+    def __init__(self, config: DeepseekConfig, layer_id: int, weights: LayerWeights) -> None:
         self.config = config
         self.weights = weights
         halves = (config.qk_nope_head_dim, config.v_head_dim)
@@ -68,7 +68,7 @@ class LatentAttention:
 class DeepseekLayer:
     """One decoder layer."""
 
-    def __init__(self, config: DeepseekConfig, layer_id: int, weights: Weights) -> None:
+    def __init__(self, config: DeepseekConfig, layer_id: int, weights: LayerWeights) -> None:
         self.eps = config.rms_norm_eps
         self.weights = weights
         self.self_attn = LatentAttention(config, layer_id, under(weights, "self_attn."))
@@ -93,7 +93,7 @@ class DeepseekLayer:
 class DeepseekV3ForCausalLM(TargetDecoder):
     """The MLA target."""
 
-    def __init__(self, config: DeepseekConfig, weights: Weights) -> None:
+    def __init__(self, config: DeepseekConfig, weights: LayerWeights) -> None:
         layers = [
             DeepseekLayer(config, i, under(weights, f"model.layers.{i}."))
             for i in range(config.num_hidden_layers)

@@ -6,20 +6,22 @@ import torch
 from torch.nn.functional import linear
 
 from harness.engine.models.config import LlamaConfig
-from harness.engine.models.decoder_layer import Decoder
-from harness.engine.models.layers import Weights, hidden_before, predict, under
+from harness.engine.models.decoder_layer import DecoderModel
+from harness.engine.models.layers import LayerWeights, hidden_before, predict, under
 from harness.engine.models.llama import LlamaForCausalLM, LlamaLayer
 from harness.upstream.forward_batch_info import ForwardBatch, LogitsProcessorOutput
 
 
-class LlamaForCausalLMEagle(Decoder):
+class LlamaForCausalLMEagle(DecoderModel):
     """Projects [embedding of a token, hidden state of the token before it] and runs its layers.
 
     There is no final norm: the draft's output stands in for the target's normed hidden state,
     both before the head and as the next step's input.
     """
 
-    def __init__(self, config: LlamaConfig, weights: Weights, target: LlamaForCausalLM) -> None:
+    def __init__(
+        self, config: LlamaConfig, weights: LayerWeights, target: LlamaForCausalLM
+    ) -> None:
         layers = [
             LlamaLayer(config, i, under(weights, f"layers.{i}."))
             for i in range(config.num_hidden_layers)

@@ -10,11 +10,11 @@ from torch.nn.functional import linear, silu
 from harness.errors import ContractError, rejected
 from harness.upstream.forward_batch_info import ForwardBatch, LogitsProcessorOutput
 
-Weights = Mapping[str, torch.Tensor]
+LayerWeights = Mapping[str, torch.Tensor]
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
-def under(weights: Weights, prefix: str) -> dict[str, torch.Tensor]:
+def under(weights: LayerWeights, prefix: str) -> dict[str, torch.Tensor]:
     """The weights whose names start with ``prefix``, without it."""
     return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
 
@@ -26,7 +26,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (wide * scale).to(x.dtype) * weight
 
 
-def swiglu(x: torch.Tensor, weights: Weights, prefix: str = "mlp.") -> torch.Tensor:
+def swiglu(x: torch.Tensor, weights: LayerWeights, prefix: str = "mlp.") -> torch.Tensor:
     """The gated MLP under ``prefix``: [T, hidden] to [T, hidden]."""
     gate = silu(linear(x, weights[f"{prefix}gate_proj.weight"]))
     up = linear(x, weights[f"{prefix}up_proj.weight"])

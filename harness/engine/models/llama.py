@@ -8,8 +8,8 @@ from torch.nn.functional import linear
 from harness.engine.models.config import LlamaConfig
 from harness.engine.models.decoder_layer import TargetDecoder
 from harness.engine.models.layers import (
+    LayerWeights,
     Rotation,
-    Weights,
     rms_norm,
     rotate_halves,
     swiglu,
@@ -22,7 +22,7 @@ from harness.upstream.radix_attention import RadixAttention
 class LlamaLayer:
     """One decoder layer; without ``input_layernorm.weight`` attention reads its input as it is."""
 
-    def __init__(self, config: LlamaConfig, layer_id: int, weights: Weights) -> None:
+    def __init__(self, config: LlamaConfig, layer_id: int, weights: LayerWeights) -> None:
         self.eps = config.rms_norm_eps
         self.weights = weights
         self.attention = RadixAttention(
@@ -63,7 +63,7 @@ class LlamaLayer:
 class LlamaForCausalLM(TargetDecoder):
     """The GQA target."""
 
-    def __init__(self, config: LlamaConfig, weights: Weights) -> None:
+    def __init__(self, config: LlamaConfig, weights: LayerWeights) -> None:
         layers = [
             LlamaLayer(config, i, under(weights, f"model.layers.{i}."))
             for i in range(config.num_hidden_layers)

@@ -19,7 +19,7 @@ from harness.engine.models.checkpoint import (
     read_tensors,
     require_file,
 )
-from harness.engine.models.decoder_layer import Decoder, TargetDecoder
+from harness.engine.models.decoder_layer import DecoderModel, TargetDecoder
 from harness.engine.models.deepseek import DeepseekV3ForCausalLM
 from harness.engine.models.eagle import LlamaForCausalLMEagle
 from harness.engine.models.llama import LlamaForCausalLM
@@ -46,7 +46,7 @@ class Pair:
     """A target, its draft and their tokenizer (None where weights were drawn at random)."""
 
     target: TargetDecoder
-    draft: Decoder
+    draft: DecoderModel
     tokenizer: Tokenizer | None = None
 
 
@@ -111,7 +111,7 @@ def build_draft(
     target: TargetDecoder,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-) -> Decoder:
+) -> DecoderModel:
     """A model that continues from the hidden states of ``target`` and shares its vocabulary.
 
     Raises:
@@ -126,7 +126,7 @@ def build_draft(
         given, needed = getattr(config, key), getattr(target.config, key)
         if given != needed:
             raise CheckpointError(rejected(f"draft's {key}", given, f"the target's {needed}"))
-    model: Decoder = DRAFTS[name][1](config, _placed(raw, tensors, dtype, device), target)
+    model: DecoderModel = DRAFTS[name][1](config, _placed(raw, tensors, dtype, device), target)
     return model
 
 

@@ -6,10 +6,10 @@ import torch
 from torch.nn.functional import linear, silu
 
 from harness.engine.models.config import NextnConfig
-from harness.engine.models.decoder_layer import Decoder
+from harness.engine.models.decoder_layer import DecoderModel
 from harness.engine.models.deepseek import DeepseekLayer, DeepseekV3ForCausalLM
 from harness.engine.models.layers import (
-    Weights,
+    LayerWeights,
     hidden_before,
     predict,
     rms_norm,
@@ -26,7 +26,7 @@ class NextnLayer(DeepseekLayer):
     chosen, mixes them: no shape depends on data.
     """
 
-    def __init__(self, config: NextnConfig, layer_id: int, weights: Weights) -> None:
+    def __init__(self, config: NextnConfig, layer_id: int, weights: LayerWeights) -> None:
         super().__init__(config, layer_id, weights)
         self.moe = config
         self.gate = weights["mlp.gate.weight"].float()
@@ -59,14 +59,14 @@ class NextnLayer(DeepseekLayer):
         return torch.zeros_like(scores).scatter(1, chosen, shares)
 
 
-class DeepseekV3ForCausalLMNextN(Decoder):
+class DeepseekV3ForCausalLMNextN(DecoderModel):
     """Projects [normed embedding, normed hidden state of the token before] and runs one layer.
 
     The hidden state handed on is the one behind ``shared_head.norm``, as the head reads it.
     """
 
     def __init__(
-        self, config: NextnConfig, weights: Weights, target: DeepseekV3ForCausalLM
+        self, config: NextnConfig, weights: LayerWeights, target: DeepseekV3ForCausalLM
     ) -> None:
         self.weights = under(weights, "model.layers.0.")
         layers = [NextnLayer(config, 0, self.weights)]

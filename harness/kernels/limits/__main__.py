@@ -25,9 +25,9 @@ from harness.core.case import KVDtype
 from harness.core.environment import compute_capability, environment
 from harness.core.paths import ROOT
 from harness.errors import SpecgateError
-from harness.kernels.checked import CheckedProvider
+from harness.kernels.checked import CheckedKernel
 from harness.kernels.limits.random_calls import draw
-from harness.kernels.limits.table import Probe, probes
+from harness.kernels.limits.table import LimitProbe, probes
 from harness.kernels.reference import FUNCTIONS, TorchPaged
 from harness.kernels.registry import KERNELS
 
@@ -39,7 +39,7 @@ REFUSALS = (SpecgateError, AssertionError, KeyError, RuntimeError, TypeError, Va
 
 
 @dataclass(frozen=True)
-class Answer:
+class ProbeAnswer:
     """What a probe found.
 
     Args:
@@ -69,14 +69,14 @@ class Answer:
         return separator.join((self.kernel, self.what, side, self.said, self.verdict))
 
 
-class Unchecked(CheckedProvider):
+class Unchecked(CheckedKernel):
     """A provider's kernels without its checks."""
 
     def _check(self, *_: Any) -> None:
         """Everything passes."""
 
 
-def ask(probe: Probe, provider: CheckedProvider, device: torch.device) -> Answer:
+def ask(probe: LimitProbe, provider: CheckedKernel, device: torch.device) -> ProbeAnswer:
     """Launch a probe past the provider's checks, and compare with the reference kernel."""
     call = draw(probe.shape, device)
     reference = Unchecked(REFERENCE, FUNCTIONS)
@@ -87,9 +87,9 @@ def ask(probe: Probe, provider: CheckedProvider, device: torch.device) -> Answer
         error = worst_row(obtained, expected)
     except REFUSALS as reason:
         first = str(reason).strip().partition("\n")[0][:160]
-        return Answer(*question, False, f"{type(reason).__name__}: {first}")
+        return ProbeAnswer(*question, False, f"{type(reason).__name__}: {first}")
     agrees = error <= AGREES[probe.shape.kv_dtype]
-    return Answer(*question, agrees, f"error {error:.1e}")
+    return ProbeAnswer(*question, agrees, f"error {error:.1e}")
 
 
 def worst_row(obtained: torch.Tensor, expected: torch.Tensor) -> float:
@@ -116,17 +116,17 @@ def kernels_on(device: torch.device) -> tuple[Capability, ...]:
     return tuple(c for c in distinct if c.compute_capabilities and not device_refusal(c, gpu))
 
 
-def provider_of(capability: Capability, device: torch.device) -> CheckedProvider:
+def provider_of(capability: Capability, device: torch.device) -> CheckedKernel:
     """The kernel on a GPU, its strict emulation on a CPU."""
     if device.type == "cpu":
         return TorchPaged(capability)
     (family,) = capability.families
     made = KERNELS[family, capability.name](device)
-    assert isinstance(made, CheckedProvider)
+    assert isinstance(made, CheckedKernel)
     return made
 
 
-def in_process(index: int, probe: Probe, device: str) -> Answer:
+def in_process(index: int, probe: LimitProbe, device: str) -> ProbeAnswer:
     """Ask in a process of its own; one that dies or hangs has no answer."""
     command = [
         sys.executable,
@@ -141,14 +141,14 @@ def in_process(index: int, probe: Probe, device: str) -> Answer:
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        return Answer(*question, False, f"no answer in {SECONDS} s")
+        return ProbeAnswer(*question, False, f"no answer in {SECONDS} s")
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [""])[-1][:160]
-        return Answer(*question, False, f"died with {done.returncode}: {last}")
-    return Answer(**json.loads(done.stdout.strip().splitlines()[-1]))
+        return ProbeAnswer(*question, False, f"died with {done.returncode}: {last}")
+    return ProbeAnswer(**json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def report(answers: Sequence[Answer], device: str) -> str:
+def report(answers: Sequence[ProbeAnswer], device: str) -> str:
     """The answers as a Markdown page."""
     machine = environment(device)
     wrong = sum(answer.verdict != "right" for answer in answers)

@@ -9,7 +9,7 @@ import torch
 
 from harness.core.case import Dtype, Family, KVDtype
 from harness.errors import UsageError, rejected
-from harness.kernels.interface import Provider
+from harness.kernels.interface import Kernel
 from harness.kernels.shape_checks import FP8, mask_words
 
 ENTRIES = {
@@ -94,7 +94,7 @@ class Call:
     tensors: tuple[torch.Tensor, ...]
     options: dict[str, Any]
 
-    def on(self, provider: Provider, **changes: Any) -> torch.Tensor:
+    def on(self, provider: Kernel, **changes: Any) -> torch.Tensor:
         """What a provider answers."""
         out: torch.Tensor = getattr(provider, self.entry)(*self.tensors, **self.options | changes)
         return out

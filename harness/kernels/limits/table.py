@@ -18,7 +18,7 @@ from harness.kernels.limits.random_calls import Shape
 
 
 @dataclass(frozen=True)
-class Probe:
+class LimitProbe:
     """One call.
 
     Args:
@@ -40,9 +40,9 @@ WINDOW, SINKS = {"window_left": 20}, {"sinks": True}
 NAN = {"poison": float("nan")}
 CONTEXT = {"entry": "context", "q_len": 37}
 MLA, MLA_CONTEXT = {"entry": "mla_decode"}, {"entry": "mla_context", "q_len": 37}
-Row = tuple[str, dict[str, Any]]
+LimitRow = tuple[str, dict[str, Any]]
 
-MHA_WITHIN: tuple[Row, ...] = (
+MHA_WITHIN: tuple[LimitRow, ...] = (
     ("head_dim 64", {}),
     ("head_dim 128", {"head_dim": 128}),
     ("head_dim 256", {"head_dim": 256}),
@@ -68,7 +68,7 @@ MHA_WITHIN: tuple[Row, ...] = (
     ("context, sinks", CONTEXT | SINKS),
     ("context, NaN in unread slots", CONTEXT | NAN),
 )
-MHA_BEYOND: tuple[Row, ...] = (
+MHA_BEYOND: tuple[LimitRow, ...] = (
     ("head_dim 80", {"head_dim": 80}),
     ("head_dim 512", {"head_dim": 512}),
     ("page_size 8", {"page_size": 8}),
@@ -76,7 +76,7 @@ MHA_BEYOND: tuple[Row, ...] = (
     ("dtype float32", FP32),
     ("q_len 17", {"q_len": 17}),
 )
-MLA_WITHIN: tuple[Row, ...] = (
+MLA_WITHIN: tuple[LimitRow, ...] = (
     ("mla_dims 512, 64", {}),
     ("group_size 1", {"heads": 1}),
     ("group_size 128", {"heads": 128}),
@@ -90,14 +90,14 @@ MLA_WITHIN: tuple[Row, ...] = (
     ("context", MLA_CONTEXT),
     ("context, NaN in unread slots", MLA_CONTEXT | NAN),
 )
-MLA_BEYOND: tuple[Row, ...] = (
+MLA_BEYOND: tuple[LimitRow, ...] = (
     ("mla_dims 64, 16", {"mla_dims": (64, 16)}),
     ("page_size 16", {"page_size": 16}),
     ("page_size 128", {"page_size": 128}),
     ("dtype float32", FP32),
     ("q_len 17", {"q_len": 17}),
 )
-TABLE: tuple[tuple[Capability, dict[str, Any], bool, tuple[Row, ...]], ...] = (
+TABLE: tuple[tuple[Capability, dict[str, Any], bool, tuple[LimitRow, ...]], ...] = (
     (XQA, {"entry": "decode"}, True, MHA_WITHIN),
     (
         XQA,
@@ -151,10 +151,10 @@ TABLE: tuple[tuple[Capability, dict[str, Any], bool, tuple[Row, ...]], ...] = (
 )
 
 
-def probes(capabilities: tuple[Capability, ...]) -> tuple[Probe, ...]:
+def probes(capabilities: tuple[Capability, ...]) -> tuple[LimitProbe, ...]:
     """The probes of these kernels, in the table's order."""
     return tuple(
-        Probe(capability, what, is_within, replace(Shape(**base), **changes))
+        LimitProbe(capability, what, is_within, replace(Shape(**base), **changes))
         for capability, base, is_within, rows in TABLE
         if capability in capabilities
         for what, changes in rows

@@ -60,7 +60,7 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunk:
+class StreamChunk:
     """A piece of a stream; its answer is everything so far.
 
     Args:
@@ -161,7 +161,7 @@ class Client:
 
     def stream(
         self, input_ids: Sequence[int], max_new_tokens: int, *, ignore_eos: bool = True
-    ) -> Iterator[Chunk]:
+    ) -> Iterator[StreamChunk]:
         """Chunks of a continuation as they come; closing the iterator disconnects.
 
         Raises:
@@ -170,7 +170,7 @@ class Client:
         body = _body(list(input_ids), max_new_tokens, ignore_eos) | {"stream": True}
         with self._call("POST", self.path, body, stream=True) as answer:
             for at, event in events(answer):
-                yield Chunk(answer=Answer.parse(event), at=at)
+                yield StreamChunk(answer=Answer.parse(event), at=at)
 
     def _json(self, body: dict[str, Any]) -> Any:
         answer = self._call("POST", self.path, body)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from harness.errors import ServerError, UsageError, rejected
-from harness.server.client.sglang import Answer, Chunk, Client
+from harness.server.client.sglang import Answer, Client, StreamChunk
 from harness.server.client.sse import SNIPPET, events
 
 PAGE_SIZE = 16
@@ -68,7 +68,7 @@ class VllmClient(Client):
 
     def stream(
         self, input_ids: Sequence[int], max_new_tokens: int, *, ignore_eos: bool = True
-    ) -> Iterator[Chunk]:
+    ) -> Iterator[StreamChunk]:
         """As in ``Client``; tokens are counted in the last chunk alone, which has no new ones."""
         usage = {"stream": True, "stream_options": {"include_usage": True}}
         body = self._completion(input_ids, max_new_tokens, ignore_eos) | usage
@@ -78,7 +78,7 @@ class VllmClient(Client):
                 answer = _added(answer, event)
                 if event.get("usage"):
                     answer = _counted(answer, event)
-                yield Chunk(answer=answer, at=at)
+                yield StreamChunk(answer=answer, at=at)
 
     def _completion(
         self, input_ids: Sequence[int], max_new_tokens: int, ignore_eos: bool

@@ -13,10 +13,10 @@ from harness.server.engine_process.messages import Options
 def run(pipe: Connection, options: Options) -> None:
     """Serve commands until the pipe closes; end with 2 where the options make no engine."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The HTTP process decides when to end.
-    from harness.server.engine_process.loop import Worker
+    from harness.server.engine_process.loop import EngineLoop
 
     try:
-        worker = Worker(pipe, options)
+        worker = EngineLoop(pipe, options)
     except SpecgateError as error:
         print(f"specgate serve: {error}", file=sys.stderr, flush=True)
         sys.exit(2)

@@ -26,7 +26,7 @@ from harness.server.engine_process.messages import (
 from harness.server.http.service import Progress
 
 
-class Worker:
+class EngineLoop:
     """An engine behind a pipe.
 
     Args:

@@ -13,10 +13,10 @@ import torch
 from harness.core.capability import CAPABILITIES, REFERENCE, XQA
 from harness.errors import KernelRefusal, UsageError
 from harness.kernels import reference
-from harness.kernels.checked import CheckedProvider
+from harness.kernels.checked import CheckedKernel
 from harness.kernels.limits import __main__ as limits
 from harness.kernels.limits.random_calls import Shape, draw
-from harness.kernels.limits.table import TABLE, Probe, probes
+from harness.kernels.limits.table import TABLE, LimitProbe, probes
 from harness.kernels.reference import TorchPaged
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ REAL = tuple(dict.fromkeys(c for c in CAPABILITIES.values() if c is not REFERENC
 
 
 @pytest.mark.parametrize("probe", probes(REAL), ids=lambda p: f"{p.capability.name}-{p.what}")
-def test_the_emulation_refuses_exactly_what_is_beyond(probe: Probe) -> None:
+def test_the_emulation_refuses_exactly_what_is_beyond(probe: LimitProbe) -> None:
     call, provider = draw(probe.shape), TorchPaged(probe.capability)
     if probe.is_within:
         call.on(provider)
@@ -41,8 +41,8 @@ def test_every_kernel_has_probes_on_both_sides() -> None:
     assert {capability for capability, *_ in TABLE} == set(REAL)
 
 
-def kernel(**changes: object) -> CheckedProvider:
-    return CheckedProvider(XQA, reference.FUNCTIONS | changes)
+def kernel(**changes: object) -> CheckedKernel:
+    return CheckedKernel(XQA, reference.FUNCTIONS | changes)
 
 
 def refuses(*_: object, **__: object) -> torch.Tensor:
@@ -64,9 +64,9 @@ def is_off(*args: torch.Tensor, **call: object) -> torch.Tensor:
         (kernel(decode=is_off), False, "right", "error 2."),
     ],
 )
-def test_verdicts(provider: CheckedProvider, is_within: bool, verdict: str, said: str) -> None:
+def test_verdicts(provider: CheckedKernel, is_within: bool, verdict: str, said: str) -> None:
     # 17 queries and no mask: refused by every check on the way.
-    probe = Probe(XQA, "q_len 17", is_within, Shape(entry="decode", q_len=17, masked=False))
+    probe = LimitProbe(XQA, "q_len 17", is_within, Shape(entry="decode", q_len=17, masked=False))
     answer = limits.ask(probe, provider, CPU)
     assert answer.verdict == verdict
     assert answer.said.startswith(said)
@@ -88,7 +88,7 @@ def test_the_worst_row_counts() -> None:
 
 def test_a_process_answers_for_one_probe(capsys: pytest.CaptureFixture[str]) -> None:
     assert limits.main(["--device", "cpu", "--probe", "1"]) == 0
-    answer = limits.Answer(**json.loads(capsys.readouterr().out))
+    answer = limits.ProbeAnswer(**json.loads(capsys.readouterr().out))
     assert (answer.kernel, answer.what, answer.verdict) == ("xqa", "head_dim 128", "right")
 
 
@@ -115,7 +115,9 @@ def test_the_command_prints_and_writes_every_answer(
     def runs(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         index = int(command[-1])
         probe = probes(limits.kernels_on(CPU))[index]
-        answer = limits.Answer(probe.capability.name, probe.what, probe.is_within, not index, "so")
+        answer = limits.ProbeAnswer(
+            probe.capability.name, probe.what, probe.is_within, not index, "so"
+        )
         return subprocess.CompletedProcess(command, 0, json.dumps(asdict(answer)) + "\n", "")
 
     monkeypatch.setattr(limits.subprocess, "run", runs)

@@ -13,7 +13,7 @@ from fixtures.fakes.fake_kernels import MODULES
 from harness.core.capability import REFERENCE
 from harness.differential.invariants.memory import check_semaphores
 from harness.kernels import flash_mla, flashinfer_xqa, trtllm_gen, workspace
-from harness.kernels.checked import CheckedProvider
+from harness.kernels.checked import CheckedKernel
 from harness.kernels.flash_mla import FlashMLA
 from harness.kernels.flashinfer_xqa import FlashInferXQA
 from harness.kernels.limits.random_calls import Shape, draw
@@ -31,7 +31,7 @@ def _packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "SIZES", sizes)
 
 
-def assert_agrees(provider: CheckedProvider, shape: Shape, seed: int = 0) -> None:
+def assert_agrees(provider: CheckedKernel, shape: Shape, seed: int = 0) -> None:
     call = draw(shape, seed=seed)
     obtained = call.on(provider)
     reference = TorchPaged(replace(REFERENCE, casts_query_to_kv_dtype=shape.fp8_query))

@@ -14,7 +14,7 @@ from harness.core.capability import REFERENCE, device_refusal
 from harness.core.case import KVDtype
 from harness.core.environment import compute_capability
 from harness.differential.invariants.memory import check_semaphores
-from harness.kernels.checked import CheckedProvider
+from harness.kernels.checked import CheckedKernel
 from harness.kernels.flash_mla import FlashMLA
 from harness.kernels.flashinfer_xqa import FlashInferXQA
 from harness.kernels.limits.__main__ import AGREES, worst_row
@@ -23,10 +23,10 @@ from harness.kernels.reference import TorchPaged
 from harness.kernels.trtllm_gen import CAPABILITIES
 from harness.kernels.workspace import shared_workspaces
 
-Kind = Callable[[torch.device], CheckedProvider]
+Kind = Callable[[torch.device], CheckedKernel]
 
 
-def made(kind: Kind, cuda: torch.device) -> CheckedProvider:
+def made(kind: Kind, cuda: torch.device) -> CheckedKernel:
     """The provider, or a skip that says which GPU it needs."""
     if isinstance(kind, partial):
         reason = device_refusal(CAPABILITIES[kind.args[0]], compute_capability(cuda))

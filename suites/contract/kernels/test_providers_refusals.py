@@ -17,14 +17,14 @@ from harness.core.case import Dtype, Family
 from harness.differential.invariants.memory import check_semaphores
 from harness.errors import CaptureViolation, KernelRefusal, UsageError
 from harness.kernels import flashinfer_prefill, flashinfer_xqa, packages, workspace
-from harness.kernels.checked import CheckedProvider
+from harness.kernels.checked import CheckedKernel
 from harness.kernels.flash_mla import FlashMLA
 from harness.kernels.flashinfer_xqa import FlashInferXQA
 from harness.kernels.limits.random_calls import Shape, draw
 from harness.kernels.reference import TorchPaged
 from harness.kernels.trtllm_gen import TRTLLMGen
 
-KERNELS: dict[str, Callable[[str], CheckedProvider]] = {
+KERNELS: dict[str, Callable[[str], CheckedKernel]] = {
     "xqa": FlashInferXQA,
     "flash_mla": FlashMLA,
     "trtllm_gen mha": partial(TRTLLMGen, Family.MHA),

@@ -11,7 +11,7 @@ from harness.bench import __main__ as compare
 from harness.bench.analysis import findings, verdict
 from harness.bench.jsonl import append
 from harness.bench.session_records import ArmFacts, CasePlan, Role, Session, Trial
-from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.design import Design, toss
 from harness.bench.stats.stopping import Thresholds
 from harness.bench.stats.validity import Conditions
@@ -65,15 +65,15 @@ def judged(path):
 
 def test_an_effect_that_is_gone_in_cycles_is_not_believed(tmp_path):
     records(tmp_path / "same", mhz=(1980.0, 1980.0))
-    assert judged(tmp_path / "same").ruling is Ruling.REGRESSED
+    assert judged(tmp_path / "same").ruling is BenchVerdict.REGRESSED
     records(tmp_path / "slow_clock", mhz=(1980.0, 1980.0 / 1.06))
-    assert judged(tmp_path / "slow_clock").ruling is Ruling.INVALID
+    assert judged(tmp_path / "slow_clock").ruling is BenchVerdict.INVALID
     records(tmp_path / "half", mhz=(1980.0, None))
     assert "mhz: sampled in some trials only" in judged(tmp_path / "half").reasons
 
 
 @pytest.mark.parametrize(
-    ("role", "ruling"), [(Role.SAME, Ruling.INVALID), (Role.CANDIDATE, Ruling.OK)]
+    ("role", "ruling"), [(Role.SAME, BenchVerdict.INVALID), (Role.CANDIDATE, BenchVerdict.OK)]
 )
 def test_equal_arms_that_launch_unequal_kernels_are_invalid(tmp_path, role, ruling):
     path = tmp_path / "bench.jsonl"
@@ -112,7 +112,7 @@ def test_a_launch_that_failed_loses_its_block_alone(tmp_path):
     counts = {"spec_verify_ct": 52}
     records(path, counts=(counts, counts), role=Role.PLANTED, lost=(3,))
     found = judged(path)
-    assert found.ruling is Ruling.REGRESSED
+    assert found.ruling is BenchVerdict.REGRESSED
     assert len(found.effects) == 15
     assert found.reasons[0] == "NotReady: it ended with 137"
     assert not [why for why in found.reasons if why.startswith("count")]
@@ -124,7 +124,7 @@ def test_records_that_do_not_belong_together_are_refused(tmp_path):
         findings([trial])
     with pytest.raises(UsageError, match="session = 's'"):
         findings([session, session])
-    assert findings([session])[0].ruling is Ruling.INCONCLUSIVE
+    assert findings([session])[0].ruling is BenchVerdict.INCONCLUSIVE
 
 
 def test_compare_judges_a_file_again(tmp_path, capsys):
@@ -140,10 +140,10 @@ def test_compare_judges_a_file_again(tmp_path, capsys):
 def test_the_example_is_judged_as_its_report_says():
     night = verdict(findings(compare.read(EXAMPLE)))
     ruled = {(f.role, f.metric): f.ruling for f in night.findings}
-    assert night.ruling is ruled[Role.CANDIDATE, "step_time"] is Ruling.IMPROVED
-    assert ruled[Role.PLANTED, "step_time"] is Ruling.REGRESSED
-    assert ruled[Role.SAME, "step_time"] is Ruling.INCONCLUSIVE
-    assert ruled[Role.CANDIDATE, "accept_length"] is ruled[Role.SAME, "ttft"] is Ruling.OK
+    assert night.ruling is ruled[Role.CANDIDATE, "step_time"] is BenchVerdict.IMPROVED
+    assert ruled[Role.PLANTED, "step_time"] is BenchVerdict.REGRESSED
+    assert ruled[Role.SAME, "step_time"] is BenchVerdict.INCONCLUSIVE
+    assert ruled[Role.CANDIDATE, "accept_length"] is ruled[Role.SAME, "ttft"] is BenchVerdict.OK
 
 
 def test_packed_records_are_read_and_not_added_to(tmp_path, capsys, monkeypatch):

@@ -6,7 +6,7 @@ import math
 import pytest
 from rich.console import Console
 
-from harness.bench.console import Screen, percent
+from harness.bench.console import ConsoleView, percent
 from suites.selfcheck.bench.test_bench_findings import judged, records
 
 
@@ -14,7 +14,7 @@ from suites.selfcheck.bench.test_bench_findings import judged, records
 def test_a_screen_shows_bars_and_a_table(tmp_path, terminal):
     session, trial = records(tmp_path / "bench.jsonl", blocks=2)
     text = io.StringIO()
-    with Screen([session], Console(file=text, force_terminal=terminal, width=160)) as screen:
+    with ConsoleView([session], Console(file=text, force_terminal=terminal, width=160)) as screen:
         screen.trial(trial)
         screen.wave([judged(tmp_path / "bench.jsonl")])
     shown = text.getvalue()

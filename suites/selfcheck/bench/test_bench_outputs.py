@@ -15,14 +15,14 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from ci.bench import __main__ as command
 from ci.bench import exports, github, junit, page, request_plots
-from ci.bench.bench_report import Book
+from ci.bench.bench_report import BenchReport
 from ci.bench.case_report import number
 from ci.bench.history import all_series
 from fixtures.fakes import synthetic_bench
 from fixtures.tables.margins import MARGINS
 from harness.bench.jsonl import append
 from harness.bench.session_records import Role, Session, Trial
-from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.bench_verdict import BenchVerdict
 
 BS1, BS8 = (workload.id for workload in synthetic_bench.WORKLOADS)
 SLOWER = math.log(1.05)
@@ -34,17 +34,17 @@ MOVED = {
 ONE = synthetic_bench.WORKLOADS[1:]
 
 
-def book(effects: dict[str, float] | None = None, **more: object) -> Book:
-    return Book.of(synthetic_bench.night(effects, **more))  # type: ignore[arg-type]
+def book(effects: dict[str, float] | None = None, **more: object) -> BenchReport:
+    return BenchReport.of(synthetic_bench.night(effects, **more))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
-def moved() -> Book:
+def moved() -> BenchReport:
     return book(MOVED)
 
 
 @pytest.fixture(scope="module")
-def broken() -> Book:
+def broken() -> BenchReport:
     return book({}, same=0.04)
 
 
@@ -57,18 +57,18 @@ def outcome(case: Xml.Element) -> list[str]:
     return [child.tag for child in case if child.tag != "properties"]
 
 
-def test_rulings_are_those_of_the_planted_effects(moved: Book) -> None:
-    ruled = {row.case: row.ruling for row in moved.judged if row.ruling is not Ruling.OK}
+def test_rulings_are_those_of_the_planted_effects(moved: BenchReport) -> None:
+    ruled = {row.case: row.ruling for row in moved.judged if row.ruling is not BenchVerdict.OK}
     assert ruled == {
-        f"{BS8}/tpot": Ruling.REGRESSED,
-        f"{BS8}/step_time": Ruling.REGRESSED,
-        f"{BS1}/output_throughput": Ruling.IMPROVED,
+        f"{BS8}/tpot": BenchVerdict.REGRESSED,
+        f"{BS8}/step_time": BenchVerdict.REGRESSED,
+        f"{BS1}/output_throughput": BenchVerdict.IMPROVED,
     }
     assert [row.case for row in moved.judged[:3]] == list(ruled)
     assert (moved.title, moved.is_red, moved.reasons) == ("REGRESSED", True, ())
 
 
-def test_junit_maps_rulings_to_outcomes(moved: Book) -> None:
+def test_junit_maps_rulings_to_outcomes(moved: BenchReport) -> None:
     found = cases(junit.document(moved.rows))
     assert len(found) == len(moved.rows) == 3 * 2 * 5
     failures = [name for (suite, name), case in found.items() if "failure" in outcome(case)]
@@ -82,7 +82,7 @@ def test_junit_maps_rulings_to_outcomes(moved: Book) -> None:
     assert totals == {"tests": "10", "failures": "2", "errors": "0", "skipped": "0"}
 
 
-def test_junit_carries_the_numbers(moved: Book) -> None:
+def test_junit_carries_the_numbers(moved: BenchReport) -> None:
     case = cases(junit.document(moved.rows))["bench.candidate", f"{BS8}/tpot"]
     numbers = {p.attrib["name"]: float(p.attrib["value"]) for p in case.iter("property")}
     [row] = [row for row in moved.judged if row.case == f"{BS8}/tpot"]
@@ -102,13 +102,13 @@ def test_few_blocks_are_inconclusive_and_skipped_with_a_message() -> None:
     assert {tuple(outcome(case)) for case in found.values()} == {("error",)}
     assert few.title == "INVALID"  # the planted slowdown cannot be seen in three blocks
     alone = [replace(row, finding=replace(row.finding, evidence=e)) for row in few.judged[:1]
-             for e in [replace(row.evidence, ruling=Ruling.INCONCLUSIVE)]]  # fmt: skip
+             for e in [replace(row.evidence, ruling=BenchVerdict.INCONCLUSIVE)]]  # fmt: skip
     [case] = cases(junit.document(alone)).values()
     assert outcome(case) == ["skipped"]
     assert "inconclusive" in case.find("skipped").attrib["message"]  # type: ignore[union-attr]
 
 
-def test_a_night_whose_control_failed_is_invalid_everywhere(broken: Book) -> None:
+def test_a_night_whose_control_failed_is_invalid_everywhere(broken: BenchReport) -> None:
     assert (broken.title, broken.is_red) == ("INVALID", True)
     found = cases(junit.document(broken.rows))
     assert {tuple(outcome(c)) for (s, _), c in found.items() if s == "bench.candidate"} == {
@@ -175,10 +175,10 @@ def test_latencies_that_are_none_are_refused(
     assert {path.name for path in tmp_path.iterdir()} == {"bench.jsonl", "latency.json"}
 
 
-def test_dropped_blocks_are_told(moved: Book) -> None:
+def test_dropped_blocks_are_told(moved: BenchReport) -> None:
     dropped = book(MOVED, blocks=12, invalid=(2, 7), workloads=ONE)
     [row] = [row for row in dropped.judged if row.case == f"{BS8}/tpot"]
-    assert (row.evidence.dropped, row.ruling) == (2, Ruling.REGRESSED)
+    assert (row.evidence.dropped, row.ruling) == (2, BenchVerdict.REGRESSED)
     assert "(+2 dropped)" in github.summary(dropped)
     assert dropped.dropped == ["candidate: 2 blocks dropped (a request failed)"]
     assert f"* {dropped.dropped[0]}" in github.summary(dropped).splitlines()
@@ -186,7 +186,7 @@ def test_dropped_blocks_are_told(moved: Book) -> None:
     assert "a request failed" in row.sentence
 
 
-def test_summary_names_what_is_not_ok_and_nothing_else(moved: Book) -> None:
+def test_summary_names_what_is_not_ok_and_nothing_else(moved: BenchReport) -> None:
     text = github.summary(moved, notes=["a note"], link="bench.html")
     assert len(text.splitlines()) <= github.MOST_LINES
     table = [line for line in text.splitlines() if line.startswith("| bs")]
@@ -200,11 +200,11 @@ def test_summary_names_what_is_not_ok_and_nothing_else(moved: Book) -> None:
     assert text.splitlines()[-1] == "[The whole report](bench.html)"
 
 
-def test_a_long_summary_is_cut_to_sixty_lines_and_says_so(moved: Book) -> None:
+def test_a_long_summary_is_cut_to_sixty_lines_and_says_so(moved: BenchReport) -> None:
     [slow, *_] = moved.judged
     named = [replace(slow.workload, id=f"w{number}") for number in range(60)]
     found = tuple(replace(slow.finding, workload=workload) for workload in named)
-    many = Book(replace(moved.night, findings=found), ())
+    many = BenchReport(replace(moved.night, findings=found), ())
     text = github.summary(many, notes=["a note"], link="bench.html")
     rows = text.count("| **regressed** |")
     assert len(text.splitlines()) <= github.MOST_LINES
@@ -214,17 +214,17 @@ def test_a_long_summary_is_cut_to_sixty_lines_and_says_so(moved: Book) -> None:
     assert sum(line.startswith("::error") for line in github.remarks(many)) == 10
 
 
-def test_annotations_keep_to_one_line(moved: Book) -> None:
+def test_annotations_keep_to_one_line(moved: BenchReport) -> None:
     [row] = [row for row in moved.judged if row.case == f"{BS8}/tpot"]
     named = replace(row.workload, id="a,b:c\nd%")
     odd = replace(row.finding, workload=named, reasons=("100 %\r\n::error::",))
     night = replace(moved.night, findings=(odd,))
-    [line] = github.remarks(Book(night, ()))
+    [line] = github.remarks(BenchReport(night, ()))
     assert line.startswith("::error title=regressed a%2Cb%3Ac%0Ad%25/tpot::a,b:c%0Ad%25/tpot")
     assert line.endswith("100 %25%0D%0A::error::")
 
 
-def test_smaller_is_better_is_the_cost_of_b_over_a(moved: Book) -> None:
+def test_smaller_is_better_is_the_cost_of_b_over_a(moved: BenchReport) -> None:
     entries = {entry["name"]: entry for entry in json.loads(exports.smaller_is_better(moved.rows))}
     assert len(entries) == 10
     faster = entries[f"{BS1}/output_throughput @ cpu"]
@@ -242,7 +242,7 @@ def test_smaller_is_better_is_the_cost_of_b_over_a(moved: Book) -> None:
     assert entries[f"{BS1}/tpot @ cpu"]["range"] == "± ∞"  # five blocks bound nothing
 
 
-def test_openmetrics_can_be_read_back(moved: Book) -> None:
+def test_openmetrics_can_be_read_back(moved: BenchReport) -> None:
     text = exports.openmetrics(moved.rows)
     assert text.endswith("# EOF\n")
     samples = {
@@ -264,7 +264,7 @@ def test_openmetrics_can_be_read_back(moved: Book) -> None:
     assert samples["specgate_bench_ratio_high", "candidate", BS1, "tpot"].value == math.inf
 
 
-def test_costs_turn_where_more_is_better(moved: Book) -> None:
+def test_costs_turn_where_more_is_better(moved: BenchReport) -> None:
     [row] = [row for row in moved.judged if row.case == f"{BS1}/output_throughput"]
     assert row.evidence.ratio > 1.07
     assert row.cost == pytest.approx(-math.log(row.evidence.ratio))
@@ -291,7 +291,7 @@ def test_shift_of_every_decile_is_the_planted_one() -> None:
         assert [row[key] for key in ("low", "shift", "high")] == pytest.approx([planted] * 3)
 
 
-def test_conditions_are_told_in_run_order(moved: Book) -> None:
+def test_conditions_are_told_in_run_order(moved: BenchReport) -> None:
     rows = [row for row in request_plots.conditions(moved.trials) if row["fact"] == "GPU, °C"]
     assert [row["value"] for row in rows[:4]] == [60.0, 60.0, 61.0, 61.0]
     assert [row["arm"] for row in rows] == [trial.arm for trial in moved.trials]
@@ -324,7 +324,7 @@ def test_waterfall_adds_up_to_tpot() -> None:
     ]
 
 
-def test_page_is_one_offline_document_with_every_plot(moved: Book) -> None:
+def test_page_is_one_offline_document_with_every_plot(moved: BenchReport) -> None:
     text = page.page(moved, all_series(moved.entries()))
     names = ["forest", "waterfall", "evidence", "slopes", "machine", "shift", "history", "heat"]
     assert re.findall(r'<section id="(\w+)"', text) == [*names, "numbers"]
@@ -338,11 +338,11 @@ def test_page_is_one_offline_document_with_every_plot(moved: Book) -> None:
     assert text.count('<th scope="row">') == len(moved.rows)
 
 
-def test_page_escapes_what_servers_are_called(moved: Book) -> None:
+def test_page_escapes_what_servers_are_called(moved: BenchReport) -> None:
     [first, *_] = moved.night.findings
     named = replace(first.session, a=replace(first.session.a, name="<b>&"))
     night = replace(moved.night, findings=(replace(first, session=named),))
-    text = page.page(Book(night, ()), {})
+    text = page.page(BenchReport(night, ()), {})
     assert "&lt;b&gt;&amp;" in text
     assert "<b>&" not in text
 

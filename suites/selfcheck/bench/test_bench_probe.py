@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness.bench import machine_monitor, nvml
-from harness.bench.machine_monitor import Probe
+from harness.bench.machine_monitor import MachineMonitor
 
 
 class Gpu:
@@ -19,7 +19,7 @@ class Gpu:
 
     def read(self):
         self.reads += 1
-        return nvml.Reading(
+        return nvml.GpuReading(
             mhz=1000.0 if self.reads == 1 else 1980.0,
             celsius=40.0 + self.reads,
             throttled=("power brake",) if self.reads == 2 else (),
@@ -31,7 +31,7 @@ class Gpu:
 def test_a_probe_tells_what_the_gpu_did_and_who_else_computed(monkeypatch):
     monkeypatch.setattr(machine_monitor, "PERIOD_S", 0.001)
     fake = Gpu()
-    with Probe(gpu=fake, present=frozenset({10})) as watched:
+    with MachineMonitor(gpu=fake, present=frozenset({10})) as watched:
         while fake.reads < 5:
             time.sleep(0.001)
     facts = watched.facts()
@@ -45,16 +45,16 @@ def test_a_probe_tells_what_the_gpu_did_and_who_else_computed(monkeypatch):
 
 def test_without_a_gpu_only_the_host_is_told_and_our_own_work_is_no_load(monkeypatch):
     clocks = iter([(0.0, 100.0, 10.0), (10.0, 109.0, 16.0)])
-    monkeypatch.setattr(Probe, "_clocks", lambda _: next(clocks))
+    monkeypatch.setattr(MachineMonitor, "_clocks", lambda _: next(clocks))
     monkeypatch.setattr(machine_monitor.psutil, "cpu_count", lambda: 2)
-    with Probe() as watched:
+    with MachineMonitor() as watched:
         pass
     # Nine seconds of work in ten, six of them ours, on two cores.
     assert watched.facts() == {"load": pytest.approx(0.15)}
 
 
 def test_our_work_is_that_of_this_process_and_of_the_servers():
-    with Probe(leaders=[2**22 - 1]) as watched:
+    with MachineMonitor(leaders=[2**22 - 1]) as watched:
         wall, busy, own = watched._clocks()
     assert wall > 0
     assert 0.0 < own <= busy
@@ -116,7 +116,7 @@ def test_nvml_is_read(monkeypatch):
     device = nvml.first()
     assert device.machine == "driver 580.1, VBIOS 96, MIG Not Supported, ECC [1, 1]"
     assert device.pcie_full is False
-    assert device.read() == nvml.Reading(
+    assert device.read() == nvml.GpuReading(
         mhz=1980.0,
         celsius=41.0,
         throttled=("power brake",),

@@ -22,7 +22,9 @@ def test_a_selfcheck_counts_what_was_left_alone_and_what_was_found(tmp_path):
     assert (good.left_alone, good.found, good.blocks) == (True, True, 8)
     missed = selfcheck.outcome([planted], 1.0)
     assert not missed.left_alone
-    swapped = selfcheck.Outcome(same=good.planted, planted=good.same, blocks=1, seconds=1.0)
+    swapped = selfcheck.SelfCheckOutcome(
+        same=good.planted, planted=good.same, blocks=1, seconds=1.0
+    )
     assert (swapped.left_alone, swapped.found) == (False, False)
     text = io.StringIO()
     Console(file=text, width=160).print(selfcheck.table([good, swapped]))

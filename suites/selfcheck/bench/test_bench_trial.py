@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 
 from harness.bench.arms import parse
-from harness.bench.load_generator import Pass, drive, one
-from harness.bench.measure import Seat, Trials
+from harness.bench.load_generator import WorkloadRun, drive, one
+from harness.bench.measure import NumberedTrials, TrialSlot
 from harness.bench.metrics import metrics
 from harness.bench.prompts import prompts
 from harness.bench.session_records import Sample, Workload
 from harness.errors import Busy, ContractError, NotReady, ServerError, UsageError, brief
 from harness.server.client.flush import Flushed
-from harness.server.client.sglang import Answer, Chunk
+from harness.server.client.sglang import Answer, StreamChunk
 
 LOOP = Workload(id="loop", batch_size=2, input_len=3, output_len=5, requests=6)
 PROMPTS = [(n, 7, 7) for n in range(6)]
-SEAT = Seat(session="candidate", block=3, place=1, arm="B")
+SEAT = TrialSlot(session="candidate", block=3, place=1, arm="B")
 
 
 def answer(tokens, *, cached=0, steps=2, counted=None):
@@ -43,10 +43,10 @@ class Client:
         self.log.append(("sent", input_ids[0], threading.get_ident()))
         if input_ids[0] in self.fails:
             raise ServerError("503: the worker died")
-        yield Chunk(answer=answer(0), at=time.perf_counter())
-        yield Chunk(answer=answer(1, cached=self.cached), at=time.perf_counter())
+        yield StreamChunk(answer=answer(0), at=time.perf_counter())
+        yield StreamChunk(answer=answer(1, cached=self.cached), at=time.perf_counter())
         time.sleep(0.01)
-        yield Chunk(answer=answer(self.last, cached=self.cached), at=time.perf_counter())
+        yield StreamChunk(answer=answer(self.last, cached=self.cached), at=time.perf_counter())
 
     def slow_down(self, seconds):
         self.log.append(("slow_down", seconds))
@@ -67,7 +67,7 @@ def trials(log, **client):
         log.append(("flush", url))
         return Flushed(tries=2, seconds=0.5)
 
-    return Trials(
+    return NumberedTrials(
         prompts=lambda _: PROMPTS,
         connect=lambda _: Client(log, **client),
         empty=empty,
@@ -89,12 +89,12 @@ def sample(ttft, latency, tokens, steps, gaps=(1.0,)):
 
 def test_metrics_by_hand():
     # Decode times 80, 30, 60 ms; per token behind the first 8, 5, 3; per step 20, 10, 12.
-    first = Pass(
+    first = WorkloadRun(
         samples=(sample(20, 100, 11, 4, (7.0, 9.0)), sample(50, 80, 7, 3)),
         failures=(),
         seconds=0.2,
     )
-    second = Pass(samples=(sample(10, 70, 21, 5, (30.0,)),), failures=(), seconds=0.1)
+    second = WorkloadRun(samples=(sample(10, 70, 21, 5, (30.0,)),), failures=(), seconds=0.1)
     assert metrics([first, second]) == pytest.approx(
         {
             "ttft": 20.0,
@@ -110,7 +110,7 @@ def test_metrics_by_hand():
 
 
 def test_without_speculation_there_are_no_steps_and_a_failure_leaves_no_number():
-    plain = Pass(samples=(sample(20, 100, 11, 0, ()),), failures=(), seconds=0.2)
+    plain = WorkloadRun(samples=(sample(20, 100, 11, 0, ()),), failures=(), seconds=0.2)
     found = metrics([plain])
     assert found["tpot"] == pytest.approx(8.0)
     assert not {"step_time", "accept_length", "itl"} & set(found)
@@ -131,7 +131,7 @@ def test_a_request_is_timed_from_its_sending_to_its_chunks_with_tokens():
 def test_a_stream_without_tokens_is_no_sample():
     class Silent:
         def stream(self, input_ids, max_new_tokens):
-            yield Chunk(answer=answer(0), at=0.0)
+            yield StreamChunk(answer=answer(0), at=0.0)
 
     with pytest.raises(ContractError, match="no token came"):
         one(Silent(), (1,), 5)

@@ -13,9 +13,9 @@ from harness.bench.analysis import findings, verdict
 from harness.bench.arms import parse
 from harness.bench.jsonl import read
 from harness.bench.plan import Setup, scales
-from harness.bench.session import Run
+from harness.bench.session import BenchRun
 from harness.bench.session_records import Role, Session, Trial, Workload
-from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.design import Design, toss
 from harness.bench.stats.validity import Conditions
 from harness.core.environment import environment
@@ -91,7 +91,7 @@ class Lab:
             "design": Design.PAIRS,
         }
         how = {k: changed.pop(k) for k in ("seconds", "side_by_side") if k in changed}
-        return Run(
+        return BenchRun(
             setup=Setup(**asked | changed),
             out=out,
             measure=self.measure,
@@ -116,13 +116,15 @@ def rulings(found, role):
 
 def test_equal_arms_are_ok_and_the_planted_slowdown_is_found(tmp_path, monkeypatch):
     found = Lab(monkeypatch).run(tmp_path / "bench.jsonl")
-    assert set(rulings(found, Role.CANDIDATE).values()) == {Ruling.OK}
+    assert set(rulings(found, Role.CANDIDATE).values()) == {BenchVerdict.OK}
     assert set(rulings(found, Role.SAME)) == {
         "step_time", "tpot", "output_throughput", "accept_length"
     }  # fmt: skip
-    assert rulings(found, Role.PLANTED) == dict.fromkeys(("step_time", "tpot"), Ruling.REGRESSED)
+    assert rulings(found, Role.PLANTED) == dict.fromkeys(
+        ("step_time", "tpot"), BenchVerdict.REGRESSED
+    )
     night = verdict(found)
-    assert (night.ruling, night.reasons) == (Ruling.OK, ())
+    assert (night.ruling, night.reasons) == (BenchVerdict.OK, ())
     assert all(f.mde and 0.01 < f.mde < 0.06 for f in found if f.metric == "tpot")
     assert findings(read(tmp_path / "bench.jsonl")) == found
     # Four cases: 80 would do, none asks for less than 100; A/A pays for two directions and 1 %.
@@ -134,12 +136,12 @@ def test_equal_arms_are_ok_and_the_planted_slowdown_is_found(tmp_path, monkeypat
 def test_a_slower_candidate_is_blamed_for_time_and_throughput_alone(tmp_path, monkeypatch):
     found = Lab(monkeypatch, slower=0.06).run(tmp_path / "bench.jsonl")
     night = verdict(found)
-    assert night.ruling is Ruling.REGRESSED
+    assert night.ruling is BenchVerdict.REGRESSED
     assert rulings(night.findings, Role.CANDIDATE) == {
-        "step_time": Ruling.REGRESSED,
-        "tpot": Ruling.REGRESSED,
-        "output_throughput": Ruling.REGRESSED,
-        "accept_length": Ruling.OK,
+        "step_time": BenchVerdict.REGRESSED,
+        "tpot": BenchVerdict.REGRESSED,
+        "output_throughput": BenchVerdict.REGRESSED,
+        "accept_length": BenchVerdict.OK,
     }
     throughput = next(f for f in found if f.metric == "output_throughput")
     assert throughput.evidence.ratio == pytest.approx(1 / 1.06, abs=0.01)
@@ -155,22 +157,22 @@ def test_a_slower_candidate_is_blamed_for_time_and_throughput_alone(tmp_path, mo
 )
 def test_a_night_without_working_controls_is_invalid(tmp_path, monkeypatch, lab, roles, why):
     night = verdict(Lab(monkeypatch, **lab).run(tmp_path / "bench.jsonl", roles=roles))
-    assert night.ruling is Ruling.INVALID
+    assert night.ruling is BenchVerdict.INVALID
     assert any(why in reason for reason in night.reasons)
     candidates = [f for f in night.findings if f.role is Role.CANDIDATE]
-    assert {f.ruling for f in candidates} == {Ruling.INVALID}
+    assert {f.ruling for f in candidates} == {BenchVerdict.INVALID}
 
 
 def test_an_a_a_session_that_is_blamed_makes_the_night_invalid(tmp_path, monkeypatch):
     found = Lab(monkeypatch).run(tmp_path / "bench.jsonl")
     blamed = [
-        f.ruled(replace(f.evidence, ruling=Ruling.IMPROVED))
+        f.ruled(replace(f.evidence, ruling=BenchVerdict.IMPROVED))
         if f.role is Role.SAME and f.metric == "tpot"
         else f
         for f in found
     ]
     night = verdict(blamed)
-    assert night.ruling is Ruling.INVALID
+    assert night.ruling is BenchVerdict.INVALID
     assert "control A/A: improved instead of ok or inconclusive" in night.reasons
 
 
@@ -228,7 +230,7 @@ def test_an_interrupted_run_goes_on_at_the_block_it_was_in(tmp_path, monkeypatch
         with pytest.raises(UsageError, match=f"{name} of session candidate = 9 is not accepted"):
             lab.run(out, workloads=(SMALL, LARGE), resume=True, **{name: 9})
     found = lab.run(out, workloads=(SMALL, LARGE), resume=True)
-    assert verdict(found).ruling is Ruling.OK
+    assert verdict(found).ruling is BenchVerdict.OK
     resumed = [event[1] for event in lab.events[before:] if event[0] == "measure"]
     assert not any(seat.session == "rehearsal" for seat in resumed)
     assert {seat.block for seat in resumed if seat.session == "candidate"} >= {1}
@@ -241,7 +243,7 @@ def test_bad_conditions_make_it_invalid_and_never_a_failure(tmp_path, monkeypatc
     found = lab.run(
         tmp_path / "bench.jsonl", roles=(Role.CANDIDATE,), blocks_at_most=4, side_by_side=2
     )
-    assert {f.ruling for f in found} == {Ruling.INVALID}
+    assert {f.ruling for f in found} == {BenchVerdict.INVALID}
     assert any("load: 0.7, 0.7" in reason for reason in found[0].reasons)
     assert found[0].evidence.dropped == 3  # more than half of the four that may be valid
 
@@ -251,7 +253,7 @@ def test_no_wave_begins_that_would_end_too_late(tmp_path, monkeypatch):
     monkeypatch.setattr(block_runner.time, "monotonic", lambda: float(next(now)))
     found = Lab(monkeypatch).run(tmp_path / "bench.jsonl", seconds=45.0, side_by_side=6)
     assert {f.evidence.blocks for f in found} == {2}
-    assert {f.ruling for f in found} == {Ruling.INCONCLUSIVE}
+    assert {f.ruling for f in found} == {BenchVerdict.INCONCLUSIVE}
 
 
 def test_a_metric_that_one_arm_lacks_is_not_ruled_on(tmp_path, monkeypatch):

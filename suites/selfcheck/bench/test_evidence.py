@@ -12,7 +12,7 @@ import pytest
 
 from fixtures.tables.margins import MARGINS, ROWS
 from harness.bench.stats import simulation
-from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.design import Block, Design, toss
 from harness.bench.stats.e_process import log_e, scales
 from harness.bench.stats.estimates import detectable, hodges_lehmann, interval, spread
@@ -26,7 +26,7 @@ from harness.bench.stats.multiple_testing import (
     nightly,
     settle,
 )
-from harness.bench.stats.sequential_test import Plan, judge
+from harness.bench.stats.sequential_test import SequentialPlan, judge
 from harness.errors import ContractError, UsageError
 
 SLOTS = (0.011, -0.004, 0.2, 0.0, -0.03, 0.007, 0.015)
@@ -62,7 +62,7 @@ def session(effects, *, design=Design.PAIRS, metric=TPOT, n_max=16, invalid=(), 
         clocks = clocks if mhz else ()
         blocks.append(Block(index=index, order=order, values=values, mhz=clocks, invalid=reasons))
     bounds = metric.bounds(5.0, n_max)
-    plan = Plan(margin=metric, bounds=bounds, seed="seed", design=design, **more)
+    plan = SequentialPlan(margin=metric, bounds=bounds, seed="seed", design=design, **more)
     return blocks, plan
 
 
@@ -106,9 +106,9 @@ def test_scale_comes_from_earlier_blocks_alone():
 @pytest.mark.parametrize(
     ("effect", "ruling", "blocks", "behind"),
     [
-        (0.5, Ruling.REGRESSED, 8, "e_regressed"),
-        (-0.5, Ruling.IMPROVED, 8, "e_improved"),
-        (0.0, Ruling.OK, 5, "e_clear"),
+        (0.5, BenchVerdict.REGRESSED, 8, "e_regressed"),
+        (-0.5, BenchVerdict.IMPROVED, 8, "e_improved"),
+        (0.0, BenchVerdict.OK, 5, "e_clear"),
     ],
 )
 def test_rulings_stop_early_and_later_blocks_change_nothing(effect, ruling, blocks, behind):
@@ -122,29 +122,29 @@ def test_rulings_stop_early_and_later_blocks_change_nothing(effect, ruling, bloc
 
 def test_throughput_turns_the_sign_and_not_the_ratio():
     found = ruled([0.5] * 8, metric=MARGINS["output_throughput"])
-    assert (found.ruling, found.ratio) == (Ruling.IMPROVED, pytest.approx(math.exp(0.5)))
+    assert (found.ruling, found.ratio) == (BenchVerdict.IMPROVED, pytest.approx(math.exp(0.5)))
 
 
 def test_no_decision_within_n_max_is_inconclusive():
     found = ruled([0.3, -0.3] * 3, n_max=6)
-    assert (found.ruling, found.over, found.blocks) == (Ruling.INCONCLUSIVE, True, 6)
+    assert (found.ruling, found.over, found.blocks) == (BenchVerdict.INCONCLUSIVE, True, 6)
     empty = ruled([])
-    assert (empty.ruling, empty.over, empty.e_regressed) == (Ruling.INCONCLUSIVE, False, 1.0)
+    assert (empty.ruling, empty.over, empty.e_regressed) == (BenchVerdict.INCONCLUSIVE, False, 1.0)
     assert (empty.e_clear, empty.e_improved, empty.high) == (1.0, 1.0, math.inf)
     assert found.e_value == found.e_regressed
 
 
 def test_a_third_of_the_blocks_may_be_invalid_and_no_more():
-    assert ruled([0.5] * 12, invalid=(0, 3, 5, 9)).ruling is Ruling.REGRESSED
+    assert ruled([0.5] * 12, invalid=(0, 3, 5, 9)).ruling is BenchVerdict.REGRESSED
     found = ruled([0.5] * 13, invalid=(0, 3, 5, 9, 10))
-    assert (found.ruling, found.over, found.dropped) == (Ruling.INVALID, True, 5)
+    assert (found.ruling, found.over, found.dropped) == (BenchVerdict.INVALID, True, 5)
     assert found.reasons[1:] == ("throttled",)
     hopeless = ruled([0.0] * 3, invalid=(0, 1, 2), n_max=4)
-    assert (hopeless.ruling, hopeless.blocks) == (Ruling.INVALID, 0)
+    assert (hopeless.ruling, hopeless.blocks) == (BenchVerdict.INVALID, 0)
 
 
 def test_a_slowdown_that_the_clock_explains_is_invalid():
-    assert ruled([0.5] * 8, mhz=True).ruling is Ruling.INVALID
+    assert ruled([0.5] * 8, mhz=True).ruling is BenchVerdict.INVALID
     blocks, plan = session([0.5] * 8, mhz=True)
     bare, _ = session([0.5] * 8)
     with pytest.raises(UsageError, match="mhz"):
@@ -202,10 +202,10 @@ def test_a_night_is_settled_and_believed():
     settled = settle(table)
     assert [found.ruling for found in settled.values()] == ["regressed", "ok", "improved"]
     crowd = settle({"worse": worse} | {f"same {i}": same for i in range(20)})
-    assert crowd["worse"].ruling is Ruling.INCONCLUSIVE
-    lost = replace(worse, ruling=Ruling.INVALID)
+    assert crowd["worse"].ruling is BenchVerdict.INCONCLUSIVE
+    lost = replace(worse, ruling=BenchVerdict.INVALID)
     many = settle({"worse": worse} | {f"lost {i}": lost for i in range(20)})
-    assert many["worse"].ruling is Ruling.INCONCLUSIVE
+    assert many["worse"].ruling is BenchVerdict.INCONCLUSIVE
     assert many["lost 0"] == lost
     assert believe(table, {Control.AA: same, Control.PLANTED: worse}) == table
     night = believe(table, {Control.AA: better})
@@ -254,19 +254,19 @@ def test_margins_table():
 @pytest.mark.parametrize("name", [n for n in simulation.SCENES if "margin 0" in n])
 def test_false_alarms_are_rare_whatever_the_noise(name):
     found = simulation.simulate(simulation.SCENES[name], 3000).by_ruling
-    assert found[Ruling.REGRESSED] <= 0.01
-    assert found[Ruling.IMPROVED] <= 0.01
+    assert found[BenchVerdict.REGRESSED] <= 0.01
+    assert found[BenchVerdict.IMPROVED] <= 0.01
 
 
 def test_without_the_coin_the_second_place_is_blamed():
     scene = simulation.SCENES["A/A, lognormal, margin 0"]
-    assert simulation.simulate(scene, 500, coin=False).by_ruling[Ruling.REGRESSED] > 0.1
+    assert simulation.simulate(scene, 500, coin=False).by_ruling[BenchVerdict.REGRESSED] > 0.1
 
 
 def test_three_percent_are_found_and_none_are_cleared_at_once():
     found = simulation.simulate(simulation.SCENES["3% slower, quads, delta0 0.5 %"], 4000)
-    assert found.by_ruling[Ruling.REGRESSED] >= 0.9 - 0.01
-    assert found.by_ruling[Ruling.OK] <= 0.05
+    assert found.by_ruling[BenchVerdict.REGRESSED] >= 0.9 - 0.01
+    assert found.by_ruling[BenchVerdict.OK] <= 0.05
     assert 8 <= found.blocks <= 16
 
 
@@ -274,7 +274,7 @@ def test_short_trials_that_alternate_see_through_a_shared_host():
     shares = {
         (slowdown, design): simulation.simulate(
             simulation.SCENES[f"{slowdown} slower, shared host, {design}"], 1000
-        ).by_ruling[Ruling.REGRESSED]
+        ).by_ruling[BenchVerdict.REGRESSED]
         for slowdown in ("0%", "5%")
         for design in ("pairs", "quads", "thue_morse")
     }

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.counts import changes
 from harness.bench.stats.decomposition import decompose
 from harness.bench.stats.sequential_test import Evidence
@@ -27,7 +27,7 @@ BAD = {
 }  # fmt: skip
 
 
-def evidence(ratio: float, ruling: Ruling) -> Evidence:
+def evidence(ratio: float, ruling: BenchVerdict) -> Evidence:
     return Evidence(
         metric="m", ruling=ruling, over=True, blocks=8, dropped=0,
         ratio=ratio, low=ratio, high=ratio, path=(),
@@ -61,7 +61,7 @@ def test_counts_are_red_either_way():
 
 
 def test_tpot_is_step_time_over_accept_length():
-    regressed, ok = Ruling.REGRESSED, Ruling.OK
+    regressed, ok = BenchVerdict.REGRESSED, BenchVerdict.OK
     found = decompose(evidence(1.25, regressed), evidence(1.0, ok), evidence(0.8, regressed))
     assert (found.step, found.accept) == (0.0, pytest.approx(math.log(1.25)))
     assert found.rest == pytest.approx(0.0)

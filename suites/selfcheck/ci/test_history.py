@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from ci.bench import change_point, history, history_plots
-from ci.bench.bench_report import Book, image
+from ci.bench.bench_report import BenchReport, image
 from ci.bench.history import Entry
 from fixtures.fakes import synthetic_bench
 from fixtures.fakes.sample_records import ENVIRONMENT
-from harness.bench.stats.bench_verdict import Ruling
+from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.errors import UsageError
 
 USUAL = Entry(
@@ -25,7 +25,7 @@ USUAL = Entry(
     pin="sglang 0.5.14",
     image="driver 580",
     commit="abc",
-    ruling=Ruling.OK,
+    ruling=BenchVerdict.OK,
     cost=0.0,
     low=-0.01,
     high=None,
@@ -59,7 +59,7 @@ def test_an_epoch_starts_the_detector_anew(changed: dict[str, str]) -> None:
 
 def test_an_invalid_night_is_no_evidence() -> None:
     nights = by_e(2.0, 1000.0, 3.0)
-    nights[1] = replace(nights[1], ruling=Ruling.INVALID)
+    nights[1] = replace(nights[1], ruling=BenchVerdict.INVALID)
     assert history.detector(nights) == [2.0, 2.0, 9.0]
 
 
@@ -126,7 +126,7 @@ def test_too_few_or_invalid_nights_are_not_asked() -> None:
     assert history.suspicion(step) is None
     assert history.suspicion(noisy(8, 8, 0.0)) is None
     broken = [
-        replace(n, ruling=Ruling.INVALID) if n.cost > 0.01 else n for n in noisy(40, 20, 0.05)
+        replace(n, ruling=BenchVerdict.INVALID) if n.cost > 0.01 else n for n in noisy(40, 20, 0.05)
     ]
     assert history.suspicion(broken) is None
 
@@ -172,7 +172,9 @@ def test_a_line_that_is_no_night_is_named(tmp_path: Path, line: str) -> None:
 
 
 def test_a_benchmark_leaves_its_candidates_alone() -> None:
-    one = Book.of(synthetic_bench.night({"tpot": 0.05}, workloads=synthetic_bench.WORKLOADS[1:]))
+    one = BenchReport.of(
+        synthetic_bench.night({"tpot": 0.05}, workloads=synthetic_bench.WORKLOADS[1:])
+    )
     entries = {entry.case: entry for entry in one.entries()}
     assert set(entries) == {f"bs8-in64-out32/{metric}" for metric in synthetic_bench.LEVELS}
     slower = entries["bs8-in64-out32/tpot"]

@@ -12,7 +12,7 @@ import pytest
 
 from ci.nightly import machine, stages
 from ci.nightly.machine import Machine
-from ci.nightly.stages import Arm, Stage
+from ci.nightly.stages import PinnedArm, Stage
 from fixtures import bench, planned
 from fixtures.fakes.fake_nvml import Driver
 from fixtures.plan import trials as planned_here
@@ -164,7 +164,7 @@ def test_an_installed_python_needs_no_environment() -> None:
 @pytest.mark.parametrize("pin", ["", "sglang=0.5", "-e .", "/no/such/python", "a b", "sglang==1;x"])
 def test_a_pin_that_is_neither_is_refused(pin: str) -> None:
     with pytest.raises(UsageError, match=r"a requirement such as sglang==0\.5\.14, or an existing"):
-        Arm(pin, Path())
+        PinnedArm(pin, Path())
 
 
 def test_commands_of_stages_exist() -> None:

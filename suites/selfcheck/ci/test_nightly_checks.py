@@ -12,7 +12,7 @@ import pytest
 
 from ci.nightly import checks
 from ci.nightly.__main__ import free_gib_needed
-from ci.nightly.checks import Check
+from ci.nightly.checks import NightlyCheck
 from ci.nightly.stages import arms_of, module
 
 
@@ -48,7 +48,9 @@ def test_signatures_that_were_not_asked_are_no_success(
 
 def test_pytest_that_leaves_no_report_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "started", lambda *_: None)
-    assert checks.signatures() == Check("provider signatures", False, "pytest left no report")
+    assert checks.signatures() == NightlyCheck(
+        "provider signatures", False, "pytest left no report"
+    )
 
 
 def test_packages_are_held_to_their_pins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +75,7 @@ def test_other_versions_are_accepted_where_asked_and_told(monkeypatch: pytest.Mo
     assert asked.said.startswith("not held to their pins: ")
     assert "rich 99.1" in asked.said
     found["rich"] = "0.1"
-    assert checks.accepted(("test",)) == Check(
+    assert checks.accepted(("test",)) == NightlyCheck(
         "packages", False, "rich>=13 is required, 0.1 is installed"
     )
     monkeypatch.setattr(checks, "version", lambda name: version("no-such-package"))
@@ -91,14 +93,14 @@ def test_the_benchmark_is_asked_whether_it_understands_its_words(tmp_path: Path)
     out = tmp_path / "bench.jsonl"
     words = ("harness", "bench", "--a", "embedded:", "--sessions", "A/A", "--out", str(out))
     bench = module(*words, "--workloads", "bs1-in128-out64")
-    assert checks.benchmark(bench) == Check(
+    assert checks.benchmark(bench) == NightlyCheck(
         "benchmark",
         True,
         "each on bs1-in128-out64: quads, 3 passes a trial behind 2 warm-ups, "
         "as many blocks a case as its margin allows",
     )
     said = "specgate bench: error: argument --passes: '0' is not accepted; accepted: 1 or more"
-    assert checks.benchmark((*bench, "--passes", "0")) == Check("benchmark", False, said)
+    assert checks.benchmark((*bench, "--passes", "0")) == NightlyCheck("benchmark", False, said)
     assert not out.exists()
 
 

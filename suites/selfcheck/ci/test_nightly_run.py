@@ -9,9 +9,9 @@ import pytest
 
 from ci.nightly import __main__ as command
 from ci.nightly import checks, machine, nightly_run, stages, trials
-from ci.nightly.checks import Check
+from ci.nightly.checks import NightlyCheck
 from ci.nightly.stages import Stage
-from ci.nightly.trials import Trial
+from ci.nightly.trials import PlannedTrial
 from fixtures.fakes import synthetic_bench
 from fixtures.fakes.fake_nvml import Driver
 from fixtures.fakes.sample_records import trial
@@ -29,13 +29,13 @@ STAGES = (
     "bench",
 )
 PLANNED = [
-    Trial("one", "mha/gen", "decode", "eager", ""),
-    Trial("one", "mha/gen", "decode", "graph", ""),
-    Trial("two", "mha/gen", "decode", "eager", "head_dim"),
-    Trial("two", "mla/gen", "decode", "eager", ""),
-    Trial("two", "mla/gen", "extend", "eager", "page_size"),
-    Trial("six", "mla/gen", "extend", "eager", "dtype"),
-    Trial("ten", "mla/gen", "extend", "eager", "dtype"),
+    PlannedTrial("one", "mha/gen", "decode", "eager", ""),
+    PlannedTrial("one", "mha/gen", "decode", "graph", ""),
+    PlannedTrial("two", "mha/gen", "decode", "eager", "head_dim"),
+    PlannedTrial("two", "mla/gen", "decode", "eager", ""),
+    PlannedTrial("two", "mla/gen", "extend", "eager", "page_size"),
+    PlannedTrial("six", "mla/gen", "extend", "eager", "dtype"),
+    PlannedTrial("ten", "mla/gen", "extend", "eager", "dtype"),
 ]
 
 
@@ -63,9 +63,12 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> list[Check]:
+def quick(monkeypatch: pytest.MonkeyPatch) -> list[NightlyCheck]:
     """Checks that hold and a plan of seven trials, whatever the machine."""
-    found = [Check("packages", True, "as pinned"), Check("provider signatures", None, "9 skipped")]
+    found = [
+        NightlyCheck("packages", True, "as pinned"),
+        NightlyCheck("provider signatures", None, "9 skipped"),
+    ]
     monkeypatch.setattr(checks, "checks", lambda *_, **__: found)
     monkeypatch.setattr(trials, "planned", lambda sm: PLANNED)
     return found
@@ -102,9 +105,9 @@ def test_a_real_run_without_a_gpu_fails_and_says_so(
 
 @pytest.mark.usefixtures("no_gpu")
 def test_a_check_that_does_not_hold_ends_a_dry_run_red(
-    quick: list[Check], capsys: pytest.CaptureFixture[str]
+    quick: list[NightlyCheck], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    quick[0] = Check("packages", False, "rich is old")
+    quick[0] = NightlyCheck("packages", False, "rich is old")
     assert command.main(["--dry-run"]) == 1
     assert capsys.readouterr().err == "nightly: packages: rich is old\n"
 

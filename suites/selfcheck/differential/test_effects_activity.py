@@ -8,26 +8,26 @@ import pytest
 
 from fixtures.tables.budgets import DEVICE
 from harness.graphs.effects import waits_told
-from harness.graphs.gpu_profile import Activity, Row, tally
+from harness.graphs.gpu_profile import Activity, ProfileRow, tally
 
 ROWS = (
-    Row("cudaLaunchKernel", False, 1),
-    Row("fill", True, 1),
-    Row("cudaGraphLaunch", False, 2),
-    Row("metadata", True, 2),
-    Row("attention", True, 2),
-    Row("attention", True, 2),
-    Row("Memset (Device)", True, 2),
-    Row("cudaGraphLaunch_v10000", False, 3),
-    Row("attention", True, 3),
-    Row("cudaMemcpyAsync", False, 4),
-    Row("Memcpy DtoH (Device -> Pageable)", True, 4),
-    Row("cudaMemcpyAsync", False, 5),
-    Row("Memcpy DtoD (Device -> Device)", True, 5),
-    Row("cudaStreamSynchronize", False, 6),
-    Row("cudaDeviceSynchronize", False, 7),
-    Row("Context Sync", True, 7),
-    Row("stray", True, 99),
+    ProfileRow("cudaLaunchKernel", False, 1),
+    ProfileRow("fill", True, 1),
+    ProfileRow("cudaGraphLaunch", False, 2),
+    ProfileRow("metadata", True, 2),
+    ProfileRow("attention", True, 2),
+    ProfileRow("attention", True, 2),
+    ProfileRow("Memset (Device)", True, 2),
+    ProfileRow("cudaGraphLaunch_v10000", False, 3),
+    ProfileRow("attention", True, 3),
+    ProfileRow("cudaMemcpyAsync", False, 4),
+    ProfileRow("Memcpy DtoH (Device -> Pageable)", True, 4),
+    ProfileRow("cudaMemcpyAsync", False, 5),
+    ProfileRow("Memcpy DtoD (Device -> Device)", True, 5),
+    ProfileRow("cudaStreamSynchronize", False, 6),
+    ProfileRow("cudaDeviceSynchronize", False, 7),
+    ProfileRow("Context Sync", True, 7),
+    ProfileRow("stray", True, 99),
 )
 
 
@@ -57,8 +57,8 @@ def test_graphs_are_told_apart_from_launches() -> None:
 )
 def test_each_wait_is_told_once(messages: list[str], names: tuple[str, ...], lines: int) -> None:
     rows = {
-        "D": Row("Memcpy DtoH (Device -> Pageable)", True, 1),
-        "S": Row("cudaStreamSynchronize", False, 2),
+        "D": ProfileRow("Memcpy DtoH (Device -> Pageable)", True, 1),
+        "S": ProfileRow("cudaStreamSynchronize", False, 2),
     }
     told = [warnings.WarningMessage(UserWarning(text), UserWarning, "f.py", 7) for text in messages]
     found = waits_told(told, tally(rows[name] for name in names))

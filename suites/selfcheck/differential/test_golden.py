@@ -11,9 +11,9 @@ import torch
 
 from harness.differential.golden import (
     Golden,
+    GoldenOutcome,
     GoldenStore,
     Identity,
-    Outcome,
     Workflow,
     digest,
     digest_of_tensors,
@@ -61,25 +61,25 @@ def test_the_life_of_a_golden(tmp_path):
         settle(folder, Workflow.VERIFY)
     assert content(folder) == {}
 
-    assert settle(folder, Workflow.ADD)[1] is Outcome.ADDED
+    assert settle(folder, Workflow.ADD)[1] is GoldenOutcome.ADDED
     golden, outcome = settle(folder, Workflow.VERIFY)
-    assert outcome is Outcome.VERIFIED
+    assert outcome is GoldenOutcome.VERIFIED
     assert golden.says_the_same(answer())
     assert golden.origin == {"torch": "2.x", "run": "0.0"}
 
-    assert settle(folder, Workflow.ADD, value=9.0)[1] is Outcome.VERIFIED
+    assert settle(folder, Workflow.ADD, value=9.0)[1] is GoldenOutcome.VERIFIED
     before = content(folder)
-    assert settle(folder, Workflow.REWRITE)[1] is Outcome.VERIFIED
+    assert settle(folder, Workflow.REWRITE)[1] is GoldenOutcome.VERIFIED
     assert content(folder) == before
 
-    assert settle(folder, Workflow.REWRITE, value=1.0)[1] is Outcome.REWRITTEN
+    assert settle(folder, Workflow.REWRITE, value=1.0)[1] is GoldenOutcome.REWRITTEN
     golden, outcome = settle(folder, Workflow.VERIFY)
     assert golden.tensors["logits"].tolist() == (LOGITS + 1).tolist()
     assert golden.origin["run"] == "1.0"
 
 
 def test_only_verified_is_green():
-    assert [outcome.value for outcome in Outcome if not outcome.is_red] == ["verified"]
+    assert [outcome.value for outcome in GoldenOutcome if not outcome.is_red] == ["verified"]
 
 
 @pytest.mark.parametrize("workflow", [Workflow.VERIFY, Workflow.ADD])
@@ -88,8 +88,8 @@ def test_a_stale_golden_says_what_changed(folder, workflow, field):
     changed = replace(IDENTITY, **{field: 8 if field == "seed" else "other"})
     with pytest.raises(GoldenError, match=f"'edge' is stale: {field} changed; .*--golden=rewrite$"):
         settle(folder, workflow, identity=changed)
-    assert settle(folder, Workflow.REWRITE, identity=changed)[1] is Outcome.REWRITTEN
-    assert settle(folder, Workflow.VERIFY, identity=changed)[1] is Outcome.VERIFIED
+    assert settle(folder, Workflow.REWRITE, identity=changed)[1] is GoldenOutcome.REWRITTEN
+    assert settle(folder, Workflow.VERIFY, identity=changed)[1] is GoldenOutcome.VERIFIED
 
 
 def truncate(path):
@@ -140,7 +140,7 @@ def test_damage_is_named_and_a_rewrite_mends_it(folder, name, damage, said):
             settle(folder, workflow)
         assert "\n" not in str(caught.value)
     assert settle(folder, Workflow.REWRITE)[1].is_red
-    assert settle(folder, Workflow.VERIFY)[1] is Outcome.VERIFIED
+    assert settle(folder, Workflow.VERIFY)[1] is GoldenOutcome.VERIFIED
 
 
 def test_a_file_that_nobody_knows_is_an_orphan(folder):
@@ -186,7 +186,7 @@ def test_nothing_is_written_before_flush_nor_when_flushing_fails(folder, monkeyp
         settle(folder, Workflow.REWRITE, value=3.0)
     monkeypatch.undo()
     assert content(folder) == before
-    assert settle(folder, Workflow.VERIFY)[1] is Outcome.VERIFIED
+    assert settle(folder, Workflow.VERIFY)[1] is GoldenOutcome.VERIFIED
 
 
 def test_groups_are_files_of_their_own(folder):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.differential.key_tracers import LOUD, Probe, point, read_point, read_watch, watch
+from harness.differential.key_tracers import LOUD, KeyTracer, point, read_point, read_watch, watch
 from harness.errors import UsageError
 from harness.oracle import attend, low_precision_attend, quantize
 
@@ -13,7 +13,7 @@ SHAPE = {"heads": 6, "kv_heads": 2, "dim": 16, "v_dim": 16}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
 
 
-def serve(probe: Probe, dtype: torch.dtype, *, prefix_len: int, scale: float = 0.25, **given):
+def serve(probe: KeyTracer, dtype: torch.dtype, *, prefix_len: int, scale: float = 0.25, **given):
     """A plain implementation at a dtype, or over an FP8 cache."""
     if dtype == torch.float8_e4m3fn:
         k, v, dtype = quantize(probe.k, 1.0), quantize(probe.v, 1.0), torch.bfloat16
@@ -47,7 +47,7 @@ def test_watch_shows_one_key_of_32768(dtype):
         "last missing": (probe.k[:-1], probe.v[:-1], (0, 1, 32766)),
     }
     for k, v, expected in shapes.values():
-        out = serve(Probe(q=probe.q, k=k, v=v), dtype, prefix_len=total - 2)
+        out = serve(KeyTracer(q=probe.q, k=k, v=v), dtype, prefix_len=total - 2)
         assert read_watch(out[0], watched, 2).positions == expected
 
 
@@ -89,14 +89,14 @@ def test_point_names_the_page_that_lies_there_instead():
     probe = point([[5, 21, 40, 5, 21, 40]], total=64, kv_heads=2, dim=16, v_dim=16, scale=0.25)
     swapped = torch.arange(64).view(4, 16)[[0, 2, 1, 3]].flatten()
     # Values come from swapped pages, keys do not: a kernel that mixes two block tables.
-    mixed = Probe(q=probe.q, k=probe.k, v=probe.v[swapped])
+    mixed = KeyTracer(q=probe.q, k=probe.k, v=probe.v[swapped])
     out = serve(mixed, torch.bfloat16, prefix_len=63)
     assert read_point(out[0], 64) == (5, 37, 24, 5, 37, 24)
 
 
 def test_point_at_a_missing_key_reads_no_position():
     probe = point([[63] * 6], total=64, kv_heads=2, dim=16, v_dim=16, scale=0.25)
-    out = serve(Probe(q=probe.q, k=probe.k[:63], v=probe.v[:63]), torch.bfloat16, prefix_len=62)
+    out = serve(KeyTracer(q=probe.q, k=probe.k[:63], v=probe.v[:63]), torch.bfloat16, prefix_len=62)
     assert read_point(out[0], 64) == (None,) * 6
 
 

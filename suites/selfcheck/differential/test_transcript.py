@@ -11,11 +11,11 @@ from fixtures.toys.toy_engine import speculation
 from harness.core.record import Verdict
 from harness.differential.generated_text import judge_text, transcribe
 from harness.engine.models.loader import Pair
-from harness.engine.request import Generation
-from harness.engine.scheduler import Engine
-from harness.engines import Rigging
+from harness.engine.request import OracleGeneration
+from harness.engine.scheduler import Scheduler
+from harness.engines import EngineBuilder
 from harness.errors import CapacityError, UsageError
-from harness.oracle import Generation as Answer
+from harness.oracle import OracleGeneration as Answer
 from harness.subjects import SUBJECTS
 
 TIE, SURE, UNSURE = 0.01, 1.0, 0.005
@@ -40,7 +40,7 @@ def verdicts(
 ) -> list[bool]:
     """Whether tokens, accept lengths and their sum pass; the sum is made to fit."""
     cut = 1 + sum(rounds) - len(tokens)
-    obtained = Generation(list(tokens), list(rounds), prefills=1, cut=cut)
+    obtained = OracleGeneration(list(tokens), list(rounds), prefills=1, cut=cut)
     return [comparison.passed for comparison in judge_text(obtained, expected, TIE)]
 
 
@@ -81,13 +81,13 @@ def test_another_round_is_wrong_where_the_oracle_is_sure() -> None:
 
 
 def test_tokens_that_no_round_emitted_are_reported() -> None:
-    obtained = Generation(list(TOKENS), list(ROUNDS), prefills=1, cut=1)
+    obtained = OracleGeneration(list(TOKENS), list(ROUNDS), prefills=1, cut=1)
     *_, total = judge_text(obtained, answer(), TIE)
     assert total.verdict is Verdict.BROKEN_INVARIANT
 
 
 def test_a_failing_engine_becomes_a_line() -> None:
-    def broken() -> Engine:
+    def broken() -> Scheduler:
         raise CapacityError("pages = 2 is not accepted\nand more")
 
     assert transcribe(broken, [[1]], 4) == "CapacityError: pages = 2 is not accepted"
@@ -100,14 +100,14 @@ def pair() -> Pair:
 
 def test_a_pair_of_another_family_is_refused(pair: Pair) -> None:
     with pytest.raises(UsageError, match=r"subject = 'trtllm_mla/reference' .* family mha"):
-        Rigging(pair, SUBJECTS["trtllm_mla/reference"], None, ROOM)
+        EngineBuilder(pair, SUBJECTS["trtllm_mla/reference"], None, ROOM)
 
 
 @pytest.mark.parametrize("capture_bs", [(), (1, 2)], ids=["eager", "graph"])
 def test_a_single_step_drafts_nothing_more(pair: Pair, capture_bs: tuple[int, ...]) -> None:
     room = replace(ROOM, capture_bs=capture_bs)
     subject, prompts = SUBJECTS["trtllm_mha/reference"], [[5, 9, 3], [14]]
-    plain = Rigging(pair, subject, None, room).engine().generate(prompts, 6)
-    spec = Rigging(pair, subject, speculation(1, 2), room).engine().generate(prompts, 6)
+    plain = EngineBuilder(pair, subject, None, room).engine().generate(prompts, 6)
+    spec = EngineBuilder(pair, subject, speculation(1, 2), room).engine().generate(prompts, 6)
     assert [text.token_ids for text in spec] == [text.token_ids for text in plain]
     assert {n for text in spec for n in text.accept_lengths} <= {1, 2}

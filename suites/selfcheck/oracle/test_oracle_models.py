@@ -9,7 +9,7 @@ import torch
 
 from harness.oracle import Decoder, Draft, attend, rotate
 from harness.oracle.blocks import experts, mlp, rope_theta, route
-from harness.oracle.weights import Weights
+from harness.oracle.weights import OracleWeights
 
 LLAMA = {
     "hidden_size": 12,
@@ -180,7 +180,7 @@ def test_latent_attention_equals_its_absorbed_form(q_lora_rank, interleave):
     out = torch.einsum("nhl,hdl->nhd", out, up[:, 6:]).reshape(8, 15)
     x = x + out @ attention["o_proj.weight"].T
     y = norm(x, own["post_attention_layernorm.weight"])
-    x = x + mlp(Weights(own, "mlp."), y)
+    x = x + mlp(OracleWeights(own, "mlp."), y)
     torch.testing.assert_close(hidden, norm(x, tensors["model.norm.weight"]))
 
 
@@ -189,7 +189,7 @@ def test_experts_are_chosen_by_group_and_weighted_by_affinity():
     affinity = torch.tensor([0.9, 0.1, 0.5, 0.6, 0.95, 0.02], dtype=torch.float64)
     gate = torch.logit(affinity)[:, None]
     bias = torch.tensor([0.0, 0.0, 0.0, 0.05, 0.0, 0.0])
-    weights = Weights({"gate.weight": gate, "gate.e_score_correction_bias": bias})
+    weights = OracleWeights({"gate.weight": gate, "gate.e_score_correction_bias": bias})
     x = torch.ones(1, 1, dtype=torch.float64)
     # With the bias the groups add up to 1.0, 1.15 and 0.97: the third, with the best expert of
     # all, is closed; among the others 0 and 3 are best and weigh 0.9 and 0.6, without the bias.
@@ -198,7 +198,7 @@ def test_experts_are_chosen_by_group_and_weighted_by_affinity():
     raw = route(weights, x, GROUPS | {"norm_topk_prob": False, "routed_scaling_factor": 1.0})
     assert raw[0].tolist() == pytest.approx([0.9, 0, 0, 0.6, 0, 0])
     # The bias alone lets expert 2 overtake expert 3.
-    weights = Weights({"gate.weight": gate, "gate.e_score_correction_bias": bias + 0})
+    weights = OracleWeights({"gate.weight": gate, "gate.e_score_correction_bias": bias + 0})
     weights["gate.e_score_correction_bias"][2] = 0.45
     assert route(weights, x, GROUPS)[0].nonzero().flatten().tolist() == [0, 2]
 
@@ -210,7 +210,7 @@ def test_experts_add_up(shared):
         shapes |= feed_forward(f"experts.{i}")
     shapes |= feed_forward("shared_experts")
     tensors = {name: t.double() for name, t in drawn(shapes).items()}
-    weights = Weights(tensors)
+    weights = OracleWeights(tensors)
     x = torch.randn(5, 12, dtype=torch.float64)
     share = route(weights, x, GROUPS)
     assert (share > 0).sum(-1).tolist() == [2] * 5
@@ -242,7 +242,7 @@ def test_eagle_mixes_embedding_and_hidden_state_and_has_no_first_or_last_norm():
     out = attend(q, k, v, prefix_len=0, scale=6**-0.5).reshape(8, 24)
     x = x + out @ tensors["layers.0.self_attn.o_proj.weight"].T
     y = norm(x, tensors["layers.0.post_attention_layernorm.weight"])
-    x = x + mlp(Weights(tensors, "layers.0.mlp."), y)
+    x = x + mlp(OracleWeights(tensors, "layers.0.mlp."), y)
     torch.testing.assert_close(hidden, x)
     torch.testing.assert_close(logits, x @ target.head.T)
 
@@ -282,7 +282,7 @@ def test_a_layer_with_a_gate_is_a_mixture():
     hidden, _ = Decoder(config, tensors).forward(IDS)
     x = tensors["model.embed_tokens.weight"][IDS]
     y = norm(x, tensors[f"{prefix}.post_attention_layernorm.weight"])
-    x = x + experts(Weights(tensors, f"{prefix}.mlp."), y, config)
+    x = x + experts(OracleWeights(tensors, f"{prefix}.mlp."), y, config)
     torch.testing.assert_close(hidden, norm(x, tensors["model.norm.weight"]))
 
 
@@ -317,6 +317,6 @@ def test_what_the_oracle_does_not_know_is_refused():
     with pytest.raises(ValueError, match="rope_type = 'yarn' is not accepted"):
         rope_theta({"rope_scaling": {"type": "yarn", "factor": 4}})
     with pytest.raises(ValueError, match="scoring_func = 'softmax' is not accepted"):
-        route(Weights({}), torch.ones(1, 1), GROUPS | {"scoring_func": "softmax"})
+        route(OracleWeights({}), torch.ones(1, 1), GROUPS | {"scoring_func": "softmax"})
     with pytest.raises(ValueError, match=r"no tensor 'model\.layers\.1\.input_layernorm\.weight'"):
         Decoder(LLAMA, drawn(ENDS | gqa_layer("model.layers.0"))).forward(IDS)
