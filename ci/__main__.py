@@ -14,8 +14,7 @@ import sys
 import venv
 from pathlib import Path
 
-from harness.core.paths import ROOT
-
+ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ROOT / ".tox" / "tools"
 CONSTRAINTS = ROOT / "ci" / "constraints.txt"
 

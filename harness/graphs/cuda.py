@@ -17,6 +17,7 @@ from harness.graphs.cuda_nodes import kernel_names, node_counts
 from harness.graphs.host_syncs import (
     INTERNAL_FILES,
     Kwargs,
+    caller_line,
     dispatched_read,
     tensors_in,
 )

@@ -19,6 +19,7 @@ from harness.graphs.host_syncs import (
     INTERNAL_FILES,
     HostSyncCalls,
     Kwargs,
+    caller_line,
     dispatched_read,
     storage_key,
     tensors_in,

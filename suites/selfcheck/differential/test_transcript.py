@@ -11,11 +11,11 @@ from fixtures.toys.toy_engine import speculation
 from harness.core.record import Verdict
 from harness.differential.generated_text import judge_text, transcribe
 from harness.engine.models.loader import Pair
-from harness.engine.request import OracleGeneration
+from harness.engine.request import Generation
 from harness.engine.scheduler import Scheduler
 from harness.engines import EngineBuilder
 from harness.errors import CapacityError, UsageError
-from harness.oracle import OracleGeneration as Answer
+from harness.oracle import OracleGeneration
 from harness.subjects import SUBJECTS
 
 TIE, SURE, UNSURE = 0.01, 1.0, 0.005
@@ -23,9 +23,9 @@ TIE, SURE, UNSURE = 0.01, 1.0, 0.005
 TOKENS, ROUNDS = (7, 1, 2, 3, 4, 5, 6), (3, 1, 2)
 
 
-def answer(unsure_token: int | None = None, unsure_round: int | None = None) -> Answer:
+def answer(unsure_token: int | None = None, unsure_round: int | None = None) -> OracleGeneration:
     """The oracle's, sure of everything but what is named."""
-    return Answer(
+    return OracleGeneration(
         token_ids=TOKENS,
         accept_lengths=ROUNDS,
         top_ids=None,  # type: ignore[arg-type]
@@ -36,11 +36,11 @@ def answer(unsure_token: int | None = None, unsure_round: int | None = None) -> 
 
 
 def verdicts(
-    expected: Answer, tokens: tuple[int, ...] = TOKENS, rounds: tuple[int, ...] = ROUNDS
+    expected: OracleGeneration, tokens: tuple[int, ...] = TOKENS, rounds: tuple[int, ...] = ROUNDS
 ) -> list[bool]:
     """Whether tokens, accept lengths and their sum pass; the sum is made to fit."""
     cut = 1 + sum(rounds) - len(tokens)
-    obtained = OracleGeneration(list(tokens), list(rounds), prefills=1, cut=cut)
+    obtained = Generation(list(tokens), list(rounds), prefills=1, cut=cut)
     return [comparison.passed for comparison in judge_text(obtained, expected, TIE)]
 
 
@@ -81,7 +81,7 @@ def test_another_round_is_wrong_where_the_oracle_is_sure() -> None:
 
 
 def test_tokens_that_no_round_emitted_are_reported() -> None:
-    obtained = OracleGeneration(list(TOKENS), list(ROUNDS), prefills=1, cut=1)
+    obtained = Generation(list(TOKENS), list(ROUNDS), prefills=1, cut=1)
     *_, total = judge_text(obtained, answer(), TIE)
     assert total.verdict is Verdict.BROKEN_INVARIANT
 
