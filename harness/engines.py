@@ -167,7 +167,7 @@ class EngineBuilder:
     def _backend(self, kind: Any, pool: KVPool, shared: RoundPlan | None = None) -> Any:
         spec = self._speculation
         return kind(
-            provider=new_kernel(self._subject.family, self._subject.capability, self._device),
+            kernel=new_kernel(self._subject.family, self._subject.capability, self._device),
             req_to_token_pool=self._table,
             token_to_kv_pool=pool,
             max_context_len=self._room.max_context_len,

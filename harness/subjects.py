@@ -56,7 +56,7 @@ class Subject:
     modes: frozenset[Mode] = ALL_MODES
 
     @property
-    def is_peer(self) -> bool:
+    def is_baseline(self) -> bool:
         """Whether it stands for one optimization undone, in the modes where that shows."""
         return self.modes != ALL_MODES
 

@@ -72,7 +72,7 @@ class BenchReport:
     def judged(self) -> list[CaseReport]:
         """Rows of candidates, the worst first."""
         rows = [row for row in self.rows if not row.is_control]
-        return sorted(rows, key=lambda row: (WORST_FIRST.index(row.ruling), -row.cost))
+        return sorted(rows, key=lambda row: (WORST_FIRST.index(row.verdict), -row.cost))
 
     @property
     def sessions(self) -> list[Session]:
@@ -82,12 +82,12 @@ class BenchReport:
     @property
     def is_red(self) -> bool:
         """Whether a gate fails."""
-        return self.night.ruling.is_red
+        return self.night.verdict.is_red
 
     @property
     def title(self) -> str:
         """The verdict of the night."""
-        return str(self.night.ruling).upper()
+        return str(self.night.verdict).upper()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -97,7 +97,7 @@ class BenchReport:
     @property
     def sentence(self) -> str:
         """How many cases have which verdict, where and when."""
-        counts = ", ".join(f"{count} {ruling}" for ruling, count in self.counts.items())
+        counts = ", ".join(f"{count} {verdict}" for verdict, count in self.counts.items())
         first = self.sessions[0]
         where = f"{first.environment.device}, {first.started}"
         return f"{counts or 'no case was judged'} of {len(self.judged)} cases on {where}"
@@ -115,7 +115,7 @@ class BenchReport:
             rows = [row for row in self.rows if row.session.id == session.id and row.is_control]
             if rows:
                 accepted = " or ".join(CONTROLS[session.role].accepted)
-                said = ", ".join(f"{n} {ruling}" for ruling, n in _counts(rows).items())
+                said = ", ".join(f"{n} {verdict}" for verdict, n in _counts(rows).items())
                 lines.append(f"control {session.role}, should be {accepted}: {said}")
         return lines
 
@@ -149,8 +149,8 @@ class BenchReport:
 
 
 def _counts(rows: Iterable[CaseReport]) -> dict[str, int]:
-    rulings = [row.ruling for row in rows]
-    return {str(r): rulings.count(r) for r in WORST_FIRST if r in rulings}
+    verdicts = [row.verdict for row in rows]
+    return {str(r): verdicts.count(r) for r in WORST_FIRST if r in verdicts}
 
 
 def _entry(row: CaseReport) -> Entry:
@@ -162,7 +162,7 @@ def _entry(row: CaseReport) -> Entry:
         pin=_arm(row.session.a),
         image=image(row.session.environment),
         commit=row.session.environment.commit,
-        ruling=row.ruling,
+        verdict=row.verdict,
         cost=row.cost,
         low=low,
         high=high,

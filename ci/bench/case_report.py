@@ -14,7 +14,7 @@ from harness.bench.stats.margin import Bounds
 from harness.bench.stats.multiple_testing import Control
 from harness.bench.stats.sequential_test import Evidence
 
-CONTROLS = {Role.SAME: Control.AA, Role.PLANTED: Control.PLANTED}
+CONTROLS = {Role.SAME: Control.AA, Role.INJECTED: Control.INJECTED}
 
 
 def number(value: float) -> str:
@@ -50,9 +50,9 @@ class CaseReport:
         return self.finding.evidence
 
     @property
-    def ruling(self) -> BenchVerdict:
+    def verdict(self) -> BenchVerdict:
         """What is said of it."""
-        return self.evidence.ruling
+        return self.evidence.verdict
 
     @property
     def bounds(self) -> Bounds:
@@ -91,16 +91,16 @@ class CaseReport:
 
         A planted slowdown need not show in every metric: whether it was shown is the night's.
         """
-        if self.finding.role is Role.PLANTED:
-            return self.ruling is BenchVerdict.INVALID
+        if self.finding.role is Role.INJECTED:
+            return self.verdict is BenchVerdict.INVALID
         if self.finding.role is Role.SAME:
-            return self.ruling not in CONTROLS[Role.SAME].accepted
-        return self.ruling.is_red
+            return self.verdict not in CONTROLS[Role.SAME].accepted
+        return self.verdict.is_red
 
     @property
     def is_valid(self) -> bool:
         """Whether its measurement can be believed."""
-        return self.ruling is not BenchVerdict.INVALID
+        return self.verdict is not BenchVerdict.INVALID
 
     @property
     def cost(self) -> float:
@@ -125,7 +125,7 @@ class CaseReport:
         e = self.evidence
         known = {
             "ratio": e.ratio, "low": e.low, "high": e.high, "cost": self.cost,
-            "e_regressed": e.e_regressed, "e_clear": e.e_clear, "e_improved": e.e_improved,
+            "e_regressed": e.e_regressed, "e_clear": e.e_equivalence, "e_improved": e.e_improved,
             "blocks": e.blocks, "dropped": e.dropped,
             "delta0": self.bounds.delta0, "delta1": self.bounds.delta1,
         }  # fmt: skip
@@ -134,13 +134,13 @@ class CaseReport:
     @property
     def title(self) -> str:
         """A few words."""
-        return f"{self.ruling} {self.case}"
+        return f"{self.verdict} {self.case}"
 
     @property
     def sentence(self) -> str:
         """What was found, in one line."""
         e = self.evidence
-        found = f"{self.case}: {self.ruling}, B / A {percent(e.ratio)}"
+        found = f"{self.case}: {self.verdict}, B / A {percent(e.ratio)}"
         found += f" ({interval(e)}), e = {e.e_value:.3g}"
         found += f" after {e.blocks} blocks, MDE {percent(self.detectable)}"
         return "; ".join((found, *self.finding.reasons))

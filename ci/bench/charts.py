@@ -49,9 +49,9 @@ def values(rows: Sequence[dict[str, Any]]) -> alt.InlineData:
     return alt.InlineData(values=list(rows))
 
 
-def rulings(field: str = "verdict", **options: Any) -> dict[str, Any]:
+def verdicts(field: str = "verdict", **options: Any) -> dict[str, Any]:
     """Colour and shape of a verdict: told apart without seeing colours."""
-    names = [str(ruling) for ruling in BenchVerdict]
+    names = [str(verdict) for verdict in BenchVerdict]
     colours = alt.Scale(domain=names, range=list(COLOURS.values()))
     shapes = alt.Scale(domain=names, range=list(SHAPES.values()))
     legend = alt.Legend(orient="top", title=None)

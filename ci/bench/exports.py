@@ -20,7 +20,7 @@ GAUGES: tuple[tuple[str, str, Callable[[CaseReport], float | None]], ...] = (
     ("ratio_high", "Upper 95 % bound of the ratio", lambda row: row.evidence.high),
     ("slowdown", "ln of the ratio, positive is worse", lambda row: row.cost),
     ("e_regressed", "Evidence for a regression", lambda row: row.evidence.e_regressed),
-    ("e_clear", "Evidence against a regression", lambda row: row.evidence.e_clear),
+    ("e_clear", "Evidence against a regression", lambda row: row.evidence.e_equivalence),
     ("e_improved", "Evidence for an improvement", lambda row: row.evidence.e_improved),
     ("mde", "Least slowdown that this noise would show, log units", lambda row: row.finding.mde),
     ("blocks", "Valid blocks used", lambda row: row.evidence.blocks),
@@ -47,8 +47,8 @@ def smaller_is_better(rows: Sequence[CaseReport], figures: Sequence[LatencyFigur
             "unit": "× reference",
             "value": round(math.exp(row.cost), 6),
             "range": f"± {_half_width(row)}",
-            "extra": f"{row.ruling}, e = {row.evidence.e_value:.3g}, {row.evidence.blocks} blocks, "
-            f"B / A {percent(row.evidence.ratio)}, {row.session.environment.commit[:12]}",
+            "extra": f"{row.verdict}, e = {row.evidence.e_value:.3g}, "
+            f"{row.evidence.blocks} blocks, B / A {percent(row.evidence.ratio)}, {row.session.environment.commit[:12]}",
         }
         for row in rows
         if row.evidence.blocks and not row.is_control

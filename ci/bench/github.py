@@ -35,7 +35,7 @@ def summary(book: BenchReport, *, notes: Sequence[str] = (), link: str = "") -> 
     head += [f"* {line}" for line in (*book.arms, *book.controls, *book.dropped, *book.unasked)]
     tail = [line for note in (*notes, *book.reasons[:3]) for line in ("", note)]
     tail += ["", f"[The whole report]({link})"] if link else []
-    rows = [row for row in book.judged if row.ruling is not BenchVerdict.OK]
+    rows = [row for row in book.judged if row.verdict is not BenchVerdict.OK]
     room = MOST_LINES - len(head) - len(tail) - len(HEAD.splitlines()) - 3
     table = ["", HEAD, *map(_row, rows[:room])] if rows else []
     hidden = len(rows) - room
@@ -48,7 +48,7 @@ def _row(row: CaseReport) -> str:
     e = row.evidence
     cells = (
         row.case,
-        f"**{row.ruling}**" if row.is_red else str(row.ruling),
+        f"**{row.verdict}**" if row.is_red else str(row.verdict),
         percent(e.ratio),
         interval(e),
         f"{e.e_value:.3g}",
@@ -63,7 +63,7 @@ def remarks(book: BenchReport) -> Iterator[str]:
     used = dict.fromkeys(LEVELS.values(), 0)
     failed_controls = [row for row in book.rows if row.is_control and row.is_red]
     for row in (*failed_controls, *book.judged):
-        level = "error" if row.is_red else LEVELS.get(row.ruling)
+        level = "error" if row.is_red else LEVELS.get(row.verdict)
         if level is None or used[level] == MOST_ANNOTATIONS:
             continue
         used[level] += 1

@@ -34,7 +34,7 @@ class Entry:
         pin: the reference, by its versions.
         image: what both arms stand on: driver, CUDA, packages.
         commit: of the suite.
-        ruling: of the night.
+        verdict: of the night.
         cost: ln of B / A, positive is worse.
         low, high: bounds of ``cost``; None where nothing was shown.
         e: evidence of the night against "at most delta0 worse".
@@ -47,7 +47,7 @@ class Entry:
     pin: str
     image: str
     commit: str
-    ruling: BenchVerdict
+    verdict: BenchVerdict
     cost: float
     low: float | None
     high: float | None
@@ -157,7 +157,7 @@ def detector(nights: Sequence[Entry]) -> list[float]:
     for place, entry in enumerate(nights):
         if place and entry.epoch != nights[place - 1].epoch:
             level = 0.0
-        if entry.ruling is not BenchVerdict.INVALID:
+        if entry.verdict is not BenchVerdict.INVALID:
             level = (level + 1.0) * entry.e
         evidence.append(level)
     return evidence
@@ -165,5 +165,5 @@ def detector(nights: Sequence[Entry]) -> list[float]:
 
 def suspicion(nights: Sequence[Entry]) -> Change | None:
     """The best split of the valid nights of an epoch, where it stands out."""
-    valid = [night for night in nights if night.ruling is not BenchVerdict.INVALID]
+    valid = [night for night in nights if night.verdict is not BenchVerdict.INVALID]
     return changed([night.night for night in valid], [night.cost for night in valid])

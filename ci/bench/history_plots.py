@@ -8,7 +8,7 @@ from typing import Any
 
 import altair as alt
 
-from ci.bench.charts import PANEL, ROW, WORSE, percent_axis, rulings, values
+from ci.bench.charts import PANEL, ROW, WORSE, percent_axis, values, verdicts
 from ci.bench.history import Entry, Series
 
 WIDE = 2 * PANEL
@@ -24,7 +24,7 @@ def history(found: Mapping[SeriesKey, Series]) -> Any:
             "cost": math.expm1(entry.cost),
             "low": None if entry.low is None else math.expm1(entry.low),
             "high": None if entry.high is None else math.expm1(entry.high),
-            "verdict": str(entry.ruling),
+            "verdict": str(entry.verdict),
             "epoch": sum(start <= place for start in series.epochs),
         }
         for key, series in found.items()
@@ -33,7 +33,7 @@ def history(found: Mapping[SeriesKey, Series]) -> Any:
     marks = [mark for key, series in found.items() for mark in _marks(_name(key), series)]
     x = alt.X("night:T", title=None, axis=alt.Axis(format="%d %b"))
     y = alt.Y("cost:Q", **percent_axis("slowdown of B over A"))
-    colour = rulings()
+    colour = verdicts()
     line = (
         alt.Chart()
         .mark_line(opacity=0.6, color="currentColor", strokeWidth=1)
@@ -84,7 +84,7 @@ def heat_map(found: Mapping[SeriesKey, Series]) -> Any:
         {
             "case": case,
             "sku": sku,
-            "verdict": str(series.entries[-1].ruling),
+            "verdict": str(series.entries[-1].verdict),
             "cost": f"{math.expm1(series.entries[-1].cost):+.1%}",
         }
         for (case, sku), series in found.items()
@@ -94,7 +94,7 @@ def heat_map(found: Mapping[SeriesKey, Series]) -> Any:
         x=alt.X("sku:N", title=None, axis=alt.Axis(labelAngle=0, orient="top")),
         y=alt.Y("case:N", title=None),
     )
-    cell = base.mark_rect(opacity=0.45, cornerRadius=4).encode(color=rulings()["color"])
+    cell = base.mark_rect(opacity=0.45, cornerRadius=4).encode(color=verdicts()["color"])
     text = base.mark_text(fontSize=11).encode(text="cost:N")
     cases = {row["case"] for row in table}
     return (cell + text).properties(width=max(120 * len(skus), 160), height=ROW * len(cases))

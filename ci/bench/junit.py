@@ -43,7 +43,7 @@ def _case(suite: Xml.Element, row: CaseReport) -> str | None:
     properties = Xml.SubElement(case, "properties")
     for name, value in row.numbers.items():
         Xml.SubElement(properties, "property", name=name, value=number(value))
-    outcome = ("error" if row.is_red else None) if row.is_control else ELEMENTS.get(row.ruling)
+    outcome = ("error" if row.is_red else None) if row.is_control else ELEMENTS.get(row.verdict)
     if outcome:
-        Xml.SubElement(case, outcome, message=row.sentence, type=str(row.ruling))
+        Xml.SubElement(case, outcome, message=row.sentence, type=str(row.verdict))
     return outcome

@@ -18,8 +18,8 @@ from ci.bench.charts import (
     ROW,
     WIDTH,
     percent_axis,
-    rulings,
     values,
+    verdicts,
 )
 
 REACH = 1.6
@@ -39,7 +39,7 @@ def forest(rows: Sequence[CaseReport]) -> Any:
             "delta0": math.expm1(row.bounds.delta0),
             "delta1": math.expm1(row.bounds.delta1),
             "mde": None if row.finding.mde is None else _bent(row.finding.mde, reach),
-            "verdict": str(row.ruling),
+            "verdict": str(row.verdict),
             "bounded": all(map(math.isfinite, row.interval)),
         }
         for row in rows
@@ -51,7 +51,7 @@ def forest(rows: Sequence[CaseReport]) -> Any:
         x=alt.X("delta0:Q", **percent_axis("slowdown of B over A, positive is worse")),
         x2="delta1:Q",
     )
-    colour = rulings()
+    colour = verdicts()
     interval = base.mark_rule(strokeWidth=2).encode(
         x="low:Q",
         x2="high:Q",
@@ -82,7 +82,7 @@ def evidence(rows: Sequence[CaseReport]) -> Any:
     lines = [
         {"case": row.label, "line": line}
         for row in rows
-        for line in (row.session.thresholds.clear, row.session.thresholds.blame)
+        for line in (row.session.thresholds.clear, row.session.thresholds.reject_null)
     ]
     colour = alt.Color(
         "against:N",

@@ -24,7 +24,7 @@ class PagedBackend(AttentionBackend):
     """Plans paged metadata without reading lengths on the host, and hands it to kernels.
 
     Args:
-        provider: the kernels.
+        kernel: the kernels.
         req_to_token_pool: the request-to-token table.
         token_to_kv_pool: the pool of the model this backend serves; the target's and the draft's
             differ, and only a backend whose own pool is an SWA pool translates locations.
@@ -52,7 +52,7 @@ class PagedBackend(AttentionBackend):
     def __init__(
         self,
         *,
-        provider: Kernel,
+        kernel: Kernel,
         req_to_token_pool: ReqToTokenPool,
         token_to_kv_pool: KVPool,
         max_context_len: int,
@@ -70,7 +70,7 @@ class PagedBackend(AttentionBackend):
         if table.shape[1] < self.max_total_len:
             accepted = f">= {self.max_total_len}, the context and one round of draft tokens"
             raise CapacityError(rejected("req_to_token columns", table.shape[1], accepted))
-        self.provider = provider
+        self.kernel = kernel
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool = token_to_kv_pool
         self.max_context_len = max_context_len
@@ -89,7 +89,7 @@ class PagedBackend(AttentionBackend):
             width=self._table_width(),
             swa_pool=self._swa_pool,
         )
-        needs_packed_mask = provider.capability.needs_packed_mask
+        needs_packed_mask = kernel.capability.needs_packed_mask
         self.writer = MetadataWriter(layout, needs_packed_mask=needs_packed_mask)
         self._buckets = Buckets(self.writer, self.padded_modes)
         self._round_plan = round_plan
@@ -101,7 +101,7 @@ class PagedBackend(AttentionBackend):
 
     def _table_width(self) -> int:
         page_size = self.token_to_kv_pool.page_size
-        step = max(1, self.provider.capability.block_table_multiple // page_size)
+        step = max(1, self.kernel.capability.block_table_multiple // page_size)
         return -(-self.max_total_len // (page_size * step)) * step
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
@@ -200,7 +200,7 @@ class PagedBackend(AttentionBackend):
 
     def _kernel_query(self, q: torch.Tensor) -> torch.Tensor:
         """Contiguous, which a slice of a fused projection is not; FP8 where the kernel wants it."""
-        if self._is_fp8 and self.provider.capability.casts_query_to_kv_dtype:
+        if self._is_fp8 and self.kernel.capability.casts_query_to_kv_dtype:
             q = quantize(q, 1.0, FP8)
         return q.contiguous()
 

@@ -84,7 +84,7 @@ class TRTLLMHAAttnBackend(PagedBackend):
         }
         caches = pool.get_kv_buffer(layer.layer_id)
         if geometry.forward_mode in self.decode_kernel_modes:
-            return self.provider.decode(
+            return self.kernel.decode(
                 q,
                 *caches,
                 q_len_per_req=geometry.max_q_len,
@@ -92,7 +92,7 @@ class TRTLLMHAAttnBackend(PagedBackend):
                 packed_mask=metadata.packed_mask,
                 **call,
             )
-        return self.provider.context(
+        return self.kernel.context(
             q,
             *caches,
             cu_seqlens_q=metadata.cu_seqlens_q,

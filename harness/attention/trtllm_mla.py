@@ -104,7 +104,7 @@ class TRTLLMMLABackend(PagedBackend):
             "out_dtype": out_dtype,
         }
         if geometry.forward_mode.is_extend():
-            return self.provider.mla_context(
+            return self.kernel.mla_context(
                 q,
                 cache,
                 cu_seqlens_q=metadata.cu_seqlens_q,
@@ -116,8 +116,8 @@ class TRTLLMMLABackend(PagedBackend):
             )
         call |= {"q_len_per_req": geometry.max_q_len, "max_seq_len": self.max_total_len}
         if not geometry.pads_queries:
-            return self.provider.mla_decode(q, cache, **call)
-        out = self.provider.mla_decode(q[metadata.pad_rows], cache, **call)
+            return self.kernel.mla_decode(q, cache, **call)
+        out = self.kernel.mla_decode(q[metadata.pad_rows], cache, **call)
         return pad(out, (0, 0, 0, 0, 0, 1))[metadata.unpad_rows]
 
 

@@ -23,8 +23,8 @@ def show(lines: Iterable[Line], console: Console) -> int:
         1 if the verdict is red, else 0.
     """
     night = verdict(findings(lines))
-    console.print(conclude(night.findings, night.reasons, night.ruling))
-    return int(night.ruling.is_red)
+    console.print(conclude(night.findings, night.reasons, night.verdict))
+    return int(night.verdict.is_red)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

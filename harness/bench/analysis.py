@@ -59,9 +59,9 @@ class Finding:
         return f"{self.session.id}/{self.workload.id}/{self.metric}"
 
     @property
-    def ruling(self) -> BenchVerdict:
+    def verdict(self) -> BenchVerdict:
         """What is said of it."""
-        return self.evidence.ruling
+        return self.evidence.verdict
 
     @property
     def effects(self) -> list[float]:
@@ -87,10 +87,12 @@ class RunVerdict:
     reasons: tuple[str, ...]
 
     @property
-    def ruling(self) -> BenchVerdict:
+    def verdict(self) -> BenchVerdict:
         """The worst of the candidates'; INVALID where the night is not believed."""
-        rulings = {found.ruling for found in self.findings if found.role is Role.CANDIDATE}
-        worst = next((ruling for ruling in WORST_FIRST if ruling in rulings), BenchVerdict.INVALID)
+        verdicts = {found.verdict for found in self.findings if found.role is Role.CANDIDATE}
+        worst = next(
+            (verdict for verdict in WORST_FIRST if verdict in verdicts), BenchVerdict.INVALID
+        )
         return BenchVerdict.INVALID if self.reasons else worst
 
 
@@ -157,8 +159,8 @@ def _counted(session: Session, trials: Sequence[Trial], evidence: Evidence) -> E
     if not changed:
         return evidence
     why = tuple(f"count {name}: A {a}, B {b}" for name, (a, b) in changed.items())
-    ruling = evidence.ruling if session.role is Role.CANDIDATE else BenchVerdict.INVALID
-    return replace(evidence, ruling=ruling, reasons=(*why, *evidence.reasons))
+    verdict = evidence.verdict if session.role is Role.CANDIDATE else BenchVerdict.INVALID
+    return replace(evidence, verdict=verdict, reasons=(*why, *evidence.reasons))
 
 
 def _with_mde(found: Finding, same: Finding | None) -> Finding:
@@ -191,13 +193,13 @@ def _controls(found: Sequence[Finding]) -> list[dict[Control, Evidence]]:
     for workload in dict.fromkeys(f.workload.id for f in found if f.role is Role.CANDIDATE):
         here = [f for f in found if f.workload.id == workload]
         same = [f.evidence for f in here if f.role is Role.SAME]
-        planted = [f.evidence for f in here if f.role is Role.PLANTED and f.metric in SLOWED]
+        planted = [f.evidence for f in here if f.role is Role.INJECTED and f.metric in SLOWED]
         controls: dict[Control, Evidence] = {}
         if same:
-            blamed = [e for e in same if e.ruling not in Control.AA.accepted]
+            blamed = [e for e in same if e.verdict not in Control.AA.accepted]
             controls[Control.AA] = (blamed or same)[0]
         if planted:
-            shown = [e for e in planted if e.ruling in Control.PLANTED.accepted]
-            controls[Control.PLANTED] = (shown or planted)[0]
+            shown = [e for e in planted if e.verdict in Control.INJECTED.accepted]
+            controls[Control.INJECTED] = (shown or planted)[0]
         made.append(controls)
     return made

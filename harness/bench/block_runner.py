@@ -17,7 +17,7 @@ from harness.bench.measure import TrialSlot
 from harness.bench.server_pool import Server, Started, stopped_together, wait_together
 from harness.bench.session_records import Line, Role, Session, Trial, Workload
 from harness.bench.stats.bench_verdict import BenchVerdict
-from harness.bench.stats.design import toss
+from harness.bench.stats.design import draw_order
 
 SIDE_BY_SIDE = 12
 """Servers that are up at a time."""
@@ -87,11 +87,11 @@ class BlockRunner:
         """
         began, longest = time.monotonic(), 0.0
         found = findings(self.lines, detectable_too=False)
-        while due := self._due(found):
+        while open_session := self._due(found):
             start = time.monotonic()
             if start - began + longest > self.seconds:
                 break
-            turns, at_once = self._turns(due), self._at_once(due)
+            turns, at_once = self._turns(open_session), self._at_once(open_session)
             for first in range(0, len(turns), at_once):
                 self._wave(turns[first : first + at_once])
             longest = max(longest, time.monotonic() - start)
@@ -104,30 +104,30 @@ class BlockRunner:
 
         A planted slowdown that was shown by one metric need not be shown by another.
         """
-        due = []
+        open_session = []
         for session in self.sessions:
             mine = [f for f in found if f.session.id == session.id]
-            shown = {f.workload.id for f in mine if f.ruling is BenchVerdict.REGRESSED}
-            enough = shown if session.role is Role.PLANTED else set()
+            shown = {f.workload.id for f in mine if f.verdict is BenchVerdict.REGRESSED}
+            enough = shown if session.role is Role.INJECTED else set()
             open_ = [f for f in mine if not f.evidence.over and f.workload.id not in enough]
             undecided = {f.workload.id for f in open_}
             if open_:
-                due.append(
+                open_session.append(
                     OpenSession(
                         session=session,
                         workloads=[w for w in session.workloads if w.id in undecided],
                         left=max(f.case.bounds.n_max - f.evidence.blocks for f in open_),
                     )
                 )
-        return due
+        return open_session
 
-    def _at_once(self, due: Sequence[OpenSession]) -> int:
-        return max(1, self.side_by_side // due[0].session.design.launches)
+    def _at_once(self, open_session: Sequence[OpenSession]) -> int:
+        return max(1, self.side_by_side // open_session[0].session.design.launches)
 
-    def _turns(self, due: Sequence[OpenSession]) -> list[BlockTask]:
+    def _turns(self, open_session: Sequence[OpenSession]) -> list[BlockTask]:
         """The blocks of a round: every session's next one, then every session's second next."""
-        ahead = max(1, self._at_once(due) // len(due))
-        by_session = [self._next(one, min(ahead, one.left)) for one in due]
+        ahead = max(1, self._at_once(open_session) // len(open_session))
+        by_session = [self._next(one, min(ahead, one.left)) for one in open_session]
         return [turn for turns in zip_longest(*by_session) for turn in turns if turn]
 
     def _wave(self, turns: Sequence[BlockTask]) -> None:
@@ -136,14 +136,14 @@ class BlockRunner:
             wait_together(started)
             for turn, by_place in zip(turns, servers, strict=True):
                 for workload in turn.workloads:
-                    for seat, arm, server in by_place:
-                        self._add(self.measure(seat, arm, server, workload))
+                    for slot, arm, server in by_place:
+                        self._add(self.measure(slot, arm, server, workload))
 
     def _launch(self, turn: BlockTask, started: Started) -> list[tuple[TrialSlot, Arm, Server]]:
         """Start what a block needs; who measures where, in run order."""
         session, by_place = turn.session, []
         launched: dict[str, Server] = {}
-        order = toss(session.seed, turn.index, session.design)
+        order = draw_order(session.seed, turn.index, session.design)
         for place, letter in enumerate(order):
             arm = self.arms[session.role][letter]
             name = letter if session.design.launches < len(order) else f"{place}{letter}"
@@ -151,13 +151,13 @@ class BlockRunner:
                 log = f"{session.role.name.lower()}-{turn.index}-{name}.log"
                 launched[name] = arm.start(self.logs / log)
                 started[arm.spec].append(launched[name])
-            seat = TrialSlot(session=session.id, block=turn.index, place=place, arm=letter)
-            by_place.append((seat, arm, launched[name]))
+            slot = TrialSlot(session=session.id, block=turn.index, place=place, arm=letter)
+            by_place.append((slot, arm, launched[name]))
         return by_place
 
-    def _next(self, due: OpenSession, ahead: int) -> list[BlockTask]:
+    def _next(self, open_session: OpenSession, ahead: int) -> list[BlockTask]:
         """The next blocks; an interruption may have split a block's workloads."""
-        session, workloads = due.session, due.workloads
+        session, workloads = open_session.session, open_session.workloads
         mine = [t for t in self.lines if isinstance(t, Trial) and t.session == session.id]
         done = {
             workload: len(complete(session, [t for t in mine if t.workload == workload.id]))

@@ -44,13 +44,13 @@ def table(found: Sequence[Finding]) -> Table:
     made = Table(*HEADS, box=None, pad_edge=False)
     for f in found:
         evidence = f.evidence
-        said = str(f.ruling) if evidence.over else f"({f.ruling})"
+        said = str(f.verdict) if evidence.over else f"({f.verdict})"
         dropped = f" +{evidence.dropped} dropped" if evidence.dropped else ""
         made.add_row(
             f.session.id,
             f.workload.id,
             f.metric,
-            Text(said, style=COLOURS[f.ruling]),
+            Text(said, style=COLOURS[f.verdict]),
             percent(evidence.ratio),
             interval(evidence),
             f"{evidence.e_value:.3g}",
@@ -115,7 +115,7 @@ def _most(session: Session) -> int:
     return most * places * len(session.workloads)
 
 
-def conclude(found: Sequence[Finding], reasons: Sequence[str], ruling: BenchVerdict) -> Group:
+def conclude(found: Sequence[Finding], reasons: Sequence[str], verdict: BenchVerdict) -> Group:
     """The last word: the table, the verdict and why."""
     why = [Text(f"  {reason}") for reason in reasons]
-    return Group(table(found), Text(f"verdict: {ruling}", style=COLOURS[ruling]), *why)
+    return Group(table(found), Text(f"verdict: {verdict}", style=COLOURS[verdict]), *why)

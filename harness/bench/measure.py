@@ -60,7 +60,7 @@ class NumberedTrials:
     warm: dict[tuple[str, str], float] = field(default_factory=dict, repr=False)
     """Milliseconds a step by (URL, workload), of what has been warmed up."""
 
-    def run(self, seat: TrialSlot, arm: Arm, server: Server, workload: Workload) -> Trial:
+    def run(self, slot: TrialSlot, arm: Arm, server: Server, workload: Workload) -> Trial:
         """Measure; whatever the server does wrong makes the trial invalid and is its reason."""
         started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
         measured = _Measured()
@@ -70,7 +70,7 @@ class NumberedTrials:
         except (SpecgateError, requests.RequestException) as error:
             measured.wrong.append(brief(error))
         return Trial(
-            **vars(seat),
+            **vars(slot),
             workload=workload.id,
             **measured.fields(workload),
             started=started,

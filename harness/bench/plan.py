@@ -80,7 +80,7 @@ class Setup:
         other = {
             Role.CANDIDATE: self.b,
             Role.SAME: self.a,
-            Role.PLANTED: self.a.planted(self.slowdown),
+            Role.INJECTED: self.a.planted(self.slowdown),
         }
         return {"A": self.a, "B": other[role]}
 
@@ -141,7 +141,7 @@ def _fixed(setup: Setup) -> dict[Role, dict[str, Any]]:
 
 def _asked(role: Role, margin: Margin) -> bool:
     """A planted slowdown is asked for where it must show, and nowhere else."""
-    return role is not Role.PLANTED or margin.metric in SLOWED
+    return role is not Role.INJECTED or margin.metric in SLOWED
 
 
 def _case(setup: Setup, workload: Workload, margin: Margin, levels: Levels) -> CasePlan:

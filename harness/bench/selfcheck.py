@@ -62,12 +62,12 @@ class SelfCheckOutcome:
 def outcome(found: Sequence[Finding], seconds: float) -> SelfCheckOutcome:
     """Sum up a run's findings."""
     by_role = {
-        role: {f.metric: f.ruling for f in found if f.role is role}
-        for role in (Role.SAME, Role.PLANTED)
+        role: {f.metric: f.verdict for f in found if f.role is role}
+        for role in (Role.SAME, Role.INJECTED)
     }
     return SelfCheckOutcome(
         same=by_role[Role.SAME],
-        planted=by_role[Role.PLANTED],
+        planted=by_role[Role.INJECTED],
         blocks=max((f.evidence.blocks for f in found), default=0),
         seconds=seconds,
     )

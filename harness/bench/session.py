@@ -99,9 +99,9 @@ class BenchRun:
                 started[arm.spec].append(server)
                 ready.append((letter, arm, server))
             for letter, arm, server in ready:
-                seat = TrialSlot(session="rehearsal", block=0, place=0, arm=letter)
+                slot = TrialSlot(session="rehearsal", block=0, place=0, arm=letter)
                 for workload in self.setup.workloads:
-                    trial = self.measure(seat, arm, server, workload)
+                    trial = self.measure(slot, arm, server, workload)
                     if trial.invalid:
                         why = "; ".join(trial.invalid)
                         raise ContractError(f"rehearsal of arm {letter}, {workload.id}: {why}")

@@ -23,7 +23,7 @@ class Role(StrEnum):
     """Arm B is what is asked about."""
     SAME = "A/A"
     """Arm B is arm A again: it must be neither REGRESSED nor IMPROVED."""
-    PLANTED = "planted"
+    INJECTED = "planted"
     """Arm B is arm A with a known slowdown: it must be REGRESSED."""
 
 

@@ -62,7 +62,7 @@ class Inputs(StrEnum):
     """What a case is fed."""
 
     RANDOM = "random"
-    WATCHED = "watched"
+    TRACED = "watched"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

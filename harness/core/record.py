@@ -94,7 +94,7 @@ class Record:
         verdict: how it ended.
         message: one line of cause; the reason where refused or waived.
         quantities: what was compared.
-        effects: exact counts, such as {"host_reads": 0, "kernels": 2}.
+        effects: exact counts, such as {"host_syncs": 0, "kernels": 2}.
         accept_lengths: accepted tokens of every verify step, where the trial generated text.
         seconds: wall time.
         environment: the machine.

@@ -10,18 +10,18 @@ import torch
 
 from harness.core.case import Case, Execution, Inputs, KVDtype
 from harness.differential.dense import dense_rows
-from harness.differential.forward import ForwardResult, company, run_forward
+from harness.differential.forward import ForwardResult, decoys, run_forward
 from harness.differential.judge import stored
 from harness.differential.traced_inputs import (
-    COMPANY,
-    FIRST_WATCHED,
+    DECOY,
+    FIRST_TRACED,
     PADDING,
     UNOWNED,
     by_distance_from_the_end,
     capacity,
-    make_world,
+    make_trial_inputs,
     tokens_read,
-    watching,
+    with_tracers,
 )
 from harness.subjects import Subject
 from harness.upstream.forward_batch_info import DraftOutput
@@ -33,7 +33,7 @@ ROTATED = 0.05
 ELSEWHERE = {
     PADDING: "the padding page",
     UNOWNED: "slots that hold nothing yet",
-    COMPANY: "keys of another batch",
+    DECOY: "keys of another batch",
 }
 
 
@@ -55,27 +55,29 @@ def explain(
     subject: Subject,
     execution: Execution,
     device: torch.device | str,
-    performance: ForwardResult,
+    result: ForwardResult,
 ) -> str:
     """One line: what the cache tells, or else what the case tells when it runs once more."""
-    return rotation(performance) or keys_read(case, subject, execution, device)
+    return rotation(result) or keys_read(case, subject, execution, device)
 
 
-def rotation(performance: ForwardResult) -> str:
+def rotation(result: ForwardResult) -> str:
     """The first request whose new keys were rotated for other positions; empty if none was."""
-    stage, output = performance.stage, performance.output
-    case, requests = stage.case, stage.world.batches[0]
+    pool_state, output = result.pool_state, result.output
+    case, requests = pool_state.case, pool_state.inputs.batches[0]
     for i, slots in enumerate(requests.new_slots):
         tokens = requests.new_tokens[i]
         if isinstance(output, DraftOutput):
             tokens = output.draft_tokens[i, :-1].cpu()
-        keys = stored(stage, 0, torch.tensor(slots))[0].cpu().double().flatten(1)
+        keys = stored(pool_state, 0, torch.tensor(slots))[0].cpu().double().flatten(1)
         if case.kv_dtype is KVDtype.FP8:
             keys *= case.k_scale
         positions = torch.arange(case.prefix_lens[i], case.total_lens[i])
         errors = []
         for shift in SHIFTS:
-            due = dense_rows(stage.world.weights, case, tokens, positions + shift, queries=0).k[0]
+            due = dense_rows(
+                pool_state.inputs.weights, case, tokens, positions + shift, queries=0
+            ).k[0]
             errors.append(float((keys - due.flatten(1)).norm() / due.norm()))
         nearest = min(range(len(SHIFTS)), key=errors.__getitem__)
         if nearest and errors[nearest] < ROTATED < errors[0]:
@@ -93,49 +95,49 @@ def keys_read(
     The case runs again with watched inputs, as often as its keys need to be watched all; of very
     long cases the last ones are.
     """
-    case = replace(case, inputs=Inputs.WATCHED)
-    others = company(case) if execution is Execution.GRAPH else ()
-    world = make_world(case, *others)
+    case = replace(case, inputs=Inputs.TRACED)
+    others = decoys(case) if execution is Execution.GRAPH else ()
+    inputs = make_trial_inputs(case, *others)
     keys, room = by_distance_from_the_end(case), capacity(case)
     passes = [keys[i : i + room] for i in range(0, min(len(keys), PASSES * room), room)]
-    sights = [[KeysRead() for _ in range(case.num_layers)] for _ in range(case.num_tokens)]
-    for watched in passes:
-        performance = run_forward(subject, watching(world, watched), execution, device)
-        _add(sights, performance)
-    return _told(case, sights, {key for watched in passes for key in watched})
+    reads = [[KeysRead() for _ in range(case.num_layers)] for _ in range(case.num_tokens)]
+    for traced in passes:
+        result = run_forward(subject, with_tracers(inputs, traced), execution, device)
+        _add(reads, result)
+    return _told(case, reads, {key for traced in passes for key in traced})
 
 
-def _add(sights: list[list[KeysRead]], performance: ForwardResult) -> None:
-    world = performance.stage.world
-    states = performance.output.hidden_states
-    if isinstance(performance.output, DraftOutput):
+def _add(reads: list[list[KeysRead]], result: ForwardResult) -> None:
+    inputs = result.pool_state.inputs
+    states = result.output.hidden_states
+    if isinstance(result.output, DraftOutput):
         # Each step's state holds half of the one before.
         states = states.clone()
-        states[:, 1:] -= performance.output.hidden_states[:, :-1] * 0.5
+        states[:, 1:] -= result.output.hidden_states[:, :-1] * 0.5
         states = states.flatten(0, 1)
-    for row, readings in zip(sights, tokens_read(world, states), strict=True):
-        for sight, reading in zip(row, readings, strict=True):
+    for row, readings in zip(reads, tokens_read(inputs, states), strict=True):
+        for read, reading in zip(row, readings, strict=True):
             if math.isnan(reading.keys):
-                sight.elsewhere.add("something that is not finite")
+                read.elsewhere.add("something that is not finite")
                 continue
             for token in reading.positions:
                 if token in ELSEWHERE:
-                    sight.elsewhere.add(ELSEWHERE[token])
-                elif token >= FIRST_WATCHED:
-                    sight.keys.add(world.watched[token - FIRST_WATCHED])
+                    read.elsewhere.add(ELSEWHERE[token])
+                elif token >= FIRST_TRACED:
+                    read.keys.add(inputs.traced[token - FIRST_TRACED])
 
 
-def _told(case: Case, sights: list[list[KeysRead]], watched: set[tuple[int, int]]) -> str:
+def _told(case: Case, reads: list[list[KeysRead]], traced: set[tuple[int, int]]) -> str:
     queries = [(i, j) for i, count in enumerate(case.q_lens) for j in range(count)]
     wrong = []
-    for (i, j), layers in zip(queries, sights, strict=True):
+    for (i, j), layers in zip(queries, reads, strict=True):
         position = case.prefix_lens[i] + j
-        for layer, sight in enumerate(layers):
+        for layer, read in enumerate(layers):
             windowed = case.window_left >= 0 and layer % 2
             first = max(0, position - case.window_left) if windowed else 0
-            due = {(i, t) for t in range(first, position + 1)} & watched
-            if faults := _faults(sight, i, due, first, position):
-                own = _spans(t for request, t in sight.keys if request == i)
+            due = {(i, t) for t in range(first, position + 1)} & traced
+            if faults := _faults(read, i, due, first, position):
+                own = _spans(t for request, t in read.keys if request == i)
                 wrong.append(
                     f"query {j} of request {i} (position {position}, layer {layer}) read keys "
                     f"{own}, expected {_spans(t for _, t in due)}: {', '.join(faults)}"
@@ -147,18 +149,18 @@ def _told(case: Case, sights: list[list[KeysRead]], watched: set[tuple[int, int]
 
 
 def _faults(
-    sight: KeysRead, request: int, due: set[tuple[int, int]], first: int, position: int
+    read: KeysRead, request: int, due: set[tuple[int, int]], first: int, position: int
 ) -> list[str]:
-    own = {t for i, t in sight.keys if i == request}
+    own = {t for i, t in read.keys if i == request}
     counts = {
         "of the future": sum(t > position for t in own),
         "left of the window": sum(t < first for t in own),
-        "missed": len(due - sight.keys),
+        "missed": len(due - read.keys),
     }
     faults = [f"{n} {'key' if n == 1 else 'keys'} {what}" for what, n in counts.items() if n]
-    foreign = sorted({i for i, _ in sight.keys} - {request})
-    faults += [f"keys {_spans(t for i, t in sight.keys if i == j)} of request {j}" for j in foreign]
-    return faults + sorted(sight.elsewhere)
+    foreign = sorted({i for i, _ in read.keys} - {request})
+    faults += [f"keys {_spans(t for i, t in read.keys if i == j)} of request {j}" for j in foreign]
+    return faults + sorted(read.elsewhere)
 
 
 def _spans(positions: Iterable[int]) -> str:

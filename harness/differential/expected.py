@@ -11,7 +11,7 @@ import torch
 from harness.core.case import Case, Family, KVDtype, Mode
 from harness.core.numerics import PLAIN, Numerics
 from harness.differential.dense import DenseRows, dense_rows
-from harness.differential.inputs import BatchInputs, TestInputs
+from harness.differential.inputs import BatchInputs, TrialInputs
 from harness.oracle import attend, low_precision_attend, quantize_dequantize
 
 Attend = Callable[..., torch.Tensor]
@@ -48,7 +48,7 @@ class Expected:
 
 
 def expect(
-    world: TestInputs,
+    inputs: TrialInputs,
     requests: BatchInputs,
     *,
     fed_tokens: torch.Tensor | None = None,
@@ -57,7 +57,7 @@ def expect(
     """Judge a case from its dense problem alone.
 
     Args:
-        world: weights and requests.
+        inputs: weights and requests.
         requests: the batch to judge.
         fed_tokens: [bs, num_steps - 1] int64, what a multi-step draft really fed itself, so that
             one near-tie does not change everything after it; its choices are judged apart.
@@ -65,15 +65,15 @@ def expect(
     """
     case = requests.case
     rounds_query = case.mode in numerics.rounds_query
-    problems = [_problem(world, requests, i, fed_tokens, rounds_query) for i in range(case.bs)]
+    problems = [_problem(inputs, requests, i, fed_tokens, rounds_query) for i in range(case.bs)]
     dtype = getattr(torch, case.dtype)
     rounds_weights = case.mode in numerics.rounds_weights and case.kv_dtype is KVDtype.FP8
     weights_dtype = torch.float8_e4m3fn if rounds_weights else dtype
     plain = partial(low_precision_attend, dtype=dtype, weights_dtype=weights_dtype)
-    oracle = _answer(world, requests, problems, attend, torch.float64)
-    reference = _answer(world, requests, problems, plain, dtype)
+    oracle = _answer(inputs, requests, problems, attend, torch.float64)
+    reference = _answer(inputs, requests, problems, plain, dtype)
     new = [_tail(rows, n) for rows, n in zip(problems, case.q_lens, strict=True)]
-    empty = [_tail(_problem_of_nothing(world, case), 0)]
+    empty = [_tail(_problem_of_nothing(inputs, case), 0)]
     return Expected(
         oracle=oracle,
         reference=reference,
@@ -82,13 +82,13 @@ def expect(
     )
 
 
-def _problem_of_nothing(world: TestInputs, case: Case) -> DenseRows:
+def _problem_of_nothing(inputs: TrialInputs, case: Case) -> DenseRows:
     nothing = torch.empty(0, dtype=torch.int64)
-    return dense_rows(world.weights, case, nothing, nothing, queries=0)
+    return dense_rows(inputs.weights, case, nothing, nothing, queries=0)
 
 
 def _problem(
-    world: TestInputs,
+    inputs: TrialInputs,
     requests: BatchInputs,
     i: int,
     fed_tokens: torch.Tensor | None,
@@ -98,7 +98,7 @@ def _problem(
     new = requests.new_tokens[i] if fed_tokens is None else fed_tokens[i].cpu()
     tokens = torch.cat((requests.history[i], new))
     positions = torch.arange(len(tokens))
-    rows = dense_rows(world.weights, case, tokens, positions, queries=case.q_lens[i])
+    rows = dense_rows(inputs.weights, case, tokens, positions, queries=case.q_lens[i])
     if case.kv_dtype is not KVDtype.FP8:
         return rows
     # The latent of MLA is key and value at once, so it has the key's scale.
@@ -121,13 +121,13 @@ def _window(case: Case, layer: int) -> int:
 
 
 def _answer(
-    world: TestInputs,
+    inputs: TrialInputs,
     requests: BatchInputs,
     problems: list[DenseRows],
     attention: Attend,
     dtype: torch.dtype,
 ) -> OracleAnswer:
-    case, weights = requests.case, world.weights
+    case, weights = requests.case, inputs.weights
     hidden = [torch.empty(0, weights.hidden_size, dtype=dtype)]
     for rows in problems:
         outputs = [

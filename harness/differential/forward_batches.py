@@ -31,10 +31,10 @@ FORWARD_MODES = {
 
 
 def make_batch(
-    stage: PoolState, requests: BatchInputs, *, host_lengths: bool = False
+    pool_state: PoolState, requests: BatchInputs, *, host_lengths: bool = False
 ) -> ForwardBatch:
     """The batch a worker would hand the backend for these requests; host mirrors only if asked."""
-    case, device = requests.case, stage.device
+    case, device = requests.case, pool_state.device
     advanced = case.mode not in (Mode.TARGET_VERIFY, Mode.MULTI_STEP_DRAFT)
     seq_lens = torch.tensor(case.total_lens if advanced else case.prefix_lens, dtype=torch.int64)
     ranges = [torch.arange(s, e) for s, e in zip(case.prefix_lens, case.total_lens, strict=True)]
@@ -50,15 +50,15 @@ def make_batch(
         req_pool_indices=torch.tensor(requests.req_pool_indices, dtype=torch.int64, device=device),
         seq_lens=seq_lens.to(device),
         out_cache_loc=_cat([torch.tensor(own, dtype=torch.int64) for own in new_slots], device),
-        req_to_token_pool=stage.req_to_token_pool,
-        token_to_kv_pool=stage.token_to_kv_pool,
+        req_to_token_pool=pool_state.req_to_token_pool,
+        token_to_kv_pool=pool_state.token_to_kv_pool,
         seq_lens_cpu=seq_lens if host_lengths else None,
         seq_lens_sum=int(seq_lens.sum()) if host_lengths else None,
         extend_seq_lens=torch.tensor(case.q_lens, dtype=torch.int32, device=device)
         if ragged
         else None,
         extend_seq_lens_cpu=list(case.q_lens) if ragged else None,
-        spec_info=_spec_info(stage, requests),
+        spec_info=_spec_info(pool_state, requests),
     )
 
 
@@ -66,8 +66,8 @@ def _cat(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     return torch.cat([torch.empty(0, dtype=torch.int64), *parts]).to(device)
 
 
-def _spec_info(stage: PoolState, requests: BatchInputs) -> SpecInput | None:
-    case, device = requests.case, stage.device
+def _spec_info(pool_state: PoolState, requests: BatchInputs) -> SpecInput | None:
+    case, device = requests.case, pool_state.device
     hidden = None
     if requests.hidden_in is not None:
         hidden = requests.hidden_in.to(device=device, dtype=getattr(torch, case.dtype))

@@ -84,7 +84,7 @@ class BatchInputs:
 
 
 @dataclass(frozen=True)
-class TestInputs:
+class TrialInputs:
     """Everything a subject is built on: weights, and requests of one or more cases in one pool.
 
     Args:
@@ -95,7 +95,7 @@ class TestInputs:
         num_swa_pages: pages of the SWA pool.
         req_pool_size: rows of the request-to-token table.
         stale_slots: garbage that fills req_to_token wherever no live token is.
-        watched: (request, position) in the first batch of the keys that outputs name; empty
+        traced: (request, position) in the first batch of the keys that outputs name; empty
             where inputs are random.
     """
 
@@ -106,10 +106,10 @@ class TestInputs:
     num_swa_pages: int
     req_pool_size: int
     stale_slots: tuple[int, ...]
-    watched: tuple[tuple[int, int], ...] = ()
+    traced: tuple[tuple[int, int], ...] = ()
 
 
-def make_world(*cases: Case) -> TestInputs:
+def make_trial_inputs(*cases: Case) -> TrialInputs:
     """Draw a world for cases of one geometry; the first one's seed decides everything."""
     first = cases[0]
     rng = random.Random(first.seed)
@@ -131,7 +131,7 @@ def make_world(*cases: Case) -> TestInputs:
         swa_page_of = _swa_mapping(batches, num_pages, rng)
     used = {page for batch in batches for own in batch.pages for page in own}
     idle = sorted(set(range(1, num_pages)) - used)
-    return TestInputs(
+    return TrialInputs(
         weights=weights,
         batches=tuple(batches),
         num_pages=num_pages,

@@ -13,7 +13,7 @@ from harness.core.tolerance import budget, tie_margin
 from harness.differential.compare import Comparison, compare
 from harness.differential.expected import Expected, expect
 from harness.differential.forward import ForwardResult
-from harness.differential.inputs import BatchInputs, TestInputs
+from harness.differential.inputs import BatchInputs, TrialInputs
 from harness.differential.invariants import check_metadata, check_writes
 from harness.differential.invariants.memory import check_semaphores
 from harness.differential.pool_state import PoolState
@@ -26,21 +26,21 @@ from harness.upstream.memory_pool import MLATokenToKVPool, SWAKVPool
 TOPK_P_ERROR = 1e-6
 
 
-def judge(performance: ForwardResult, execution: Execution, numerics: Numerics) -> list[Comparison]:
+def judge(result: ForwardResult, execution: Execution, numerics: Numerics) -> list[Comparison]:
     """Every comparison of a performance, invariants first: they name the cause."""
-    stage = performance.stage
-    world, requests, case = stage.world, stage.world.batches[0], stage.case
+    pool_state = result.pool_state
+    inputs, requests, case = pool_state.inputs, pool_state.inputs.batches[0], pool_state.case
     fed = None
-    if isinstance(performance.output, DraftOutput):
-        fed = performance.output.draft_tokens[:, :-1]
-    expected = expect(world, requests, fed_tokens=fed, numerics=numerics)
-    found = [_broken(line) for line in _violations(performance, execution)]
-    found += _numbers(performance, requests, expected, numerics.budget_factor)
-    found += _cache(stage, requests, expected)
-    if isinstance(performance.output, DraftOutput):
-        found.append(_draft_tokens(performance.output, requests, expected))
+    if isinstance(result.output, DraftOutput):
+        fed = result.output.draft_tokens[:, :-1]
+    expected = expect(inputs, requests, fed_tokens=fed, numerics=numerics)
+    found = [_broken(line) for line in _violations(result, execution)]
+    found += _numbers(result, requests, expected, numerics.budget_factor)
+    found += _cache(pool_state, requests, expected)
+    if isinstance(result.output, DraftOutput):
+        found.append(_draft_tokens(result.output, requests, expected))
     elif execution is Execution.GRAPH and case.mode is Mode.DRAFT_EXTEND:
-        found.append(_topk(performance.output, case, expected))
+        found.append(_topk(result.output, case, expected))
     return found
 
 
@@ -51,9 +51,9 @@ def _broken(line: str) -> Comparison:
 
 
 def _numbers(
-    performance: ForwardResult, requests: BatchInputs, expected: Expected, factor: float
+    result: ForwardResult, requests: BatchInputs, expected: Expected, factor: float
 ) -> Iterable[Comparison]:
-    case, output = requests.case, performance.output
+    case, output = requests.case, result.output
     hidden, logits = output.hidden_states, output.next_token_logits
     if isinstance(output, DraftOutput):
         hidden, logits = hidden.flatten(0, 1), logits.flatten(0, 1)
@@ -76,14 +76,16 @@ def _rows(requests: BatchInputs) -> list[str]:
     ]
 
 
-def _cache(stage: PoolState, requests: BatchInputs, expected: Expected) -> Iterable[Comparison]:
+def _cache(
+    pool_state: PoolState, requests: BatchInputs, expected: Expected
+) -> Iterable[Comparison]:
     """What the new tokens left in the cache, dequantised, layer by layer."""
     case = requests.case
     slots = torch.tensor([slot for own in requests.new_slots for slot in own], dtype=torch.int64)
     allowed = budget("kv_cache", case.dtype, case.kv_dtype)
     dtype = getattr(torch, case.dtype)
     for layer in range(case.num_layers):
-        keys, values = stored(stage, layer, slots)
+        keys, values = stored(pool_state, layer, slots)
         pairs = [("key", keys, expected.keys, case.k_scale)]
         if values is not None:
             pairs.append(("value", values, expected.values, case.v_scale))
@@ -103,59 +105,61 @@ def _cache(stage: PoolState, requests: BatchInputs, expected: Expected) -> Itera
 
 
 def stored(
-    stage: PoolState, layer: int, slots: torch.Tensor
+    pool_state: PoolState, layer: int, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Keys and values of a layer as they lie in the cache, at slots [n] of the full pool."""
-    pool = stage.token_to_kv_pool
+    pool = pool_state.token_to_kv_pool
     if isinstance(pool, MLATokenToKVPool):
         return pool.kv_buffer[layer][slots], None
     if isinstance(pool, SWAKVPool):
         part = pool.swa_pool if layer % 2 else pool.full_pool
-        where = _swa_slots(stage.world, slots.tolist(), pool.page_size) if layer % 2 else slots
+        where = (
+            _swa_slots(pool_state.inputs, slots.tolist(), pool.page_size) if layer % 2 else slots
+        )
         index = layer // 2
         return part.k_buffer[index][where], part.v_buffer[index][where]
     return pool.k_buffer[layer][slots], pool.v_buffer[layer][slots]
 
 
-def _swa_slots(world: TestInputs, slots: list[int], page_size: int) -> list[int]:
-    assert world.swa_page_of is not None
-    return [world.swa_page_of[slot // page_size] * page_size + slot % page_size for slot in slots]
+def _swa_slots(inputs: TrialInputs, slots: list[int], page_size: int) -> list[int]:
+    assert inputs.swa_page_of is not None
+    return [inputs.swa_page_of[slot // page_size] * page_size + slot % page_size for slot in slots]
 
 
-def _violations(performance: ForwardResult, execution: Execution) -> list[str]:
-    stage, case = performance.stage, performance.stage.case
-    requests = stage.world.batches[0]
-    found = [*performance.violations, *check_semaphores(shared_workspaces())]
+def _violations(result: ForwardResult, execution: Execution) -> list[str]:
+    pool_state, case = result.pool_state, result.pool_state.case
+    requests = pool_state.inputs.batches[0]
+    found = [*result.violations, *check_semaphores(shared_workspaces())]
     new = {slot for own in requests.new_slots for slot in own}
     swa = set()
-    if stage.world.swa_page_of is not None:
-        swa = set(_swa_slots(stage.world, sorted(new), case.page_size))
-    due = {name: swa if name.startswith("swa.") else new for name in performance.before}
+    if pool_state.inputs.swa_page_of is not None:
+        swa = set(_swa_slots(pool_state.inputs, sorted(new), case.page_size))
+    due = {name: swa if name.startswith("swa.") else new for name in result.before}
     padding = range(case.page_size)
-    after = {name: buffer.clone() for name, buffer in stage.buffers().items()}
+    after = {name: buffer.clone() for name, buffer in pool_state.buffers().items()}
     for name, buffer in after.items():
-        buffer[padding] = performance.before[name][padding]
-    found += check_writes(performance.before, after, due, case.page_size)
+        buffer[padding] = result.before[name][padding]
+    found += check_writes(result.before, after, due, case.page_size)
     if case.mode is Mode.IDLE:
         return found
     pages = [list(own) for own in requests.pages]
-    mapping = stage.world.swa_page_of
+    mapping = pool_state.inputs.swa_page_of
     swa_pages = None if mapping is None else [[mapping[p] for p in own] for own in pages]
-    for step, plan in enumerate(performance.plans):
-        prefix_lens, q_lens = planned_lens(case, step, performance.bucket, execution)
+    for step, plan in enumerate(result.plans):
+        prefix_lens, q_lens = planned_lens(case, step, result.bucket, execution)
         is_replayed_draft = case.mode is Mode.MULTI_STEP_DRAFT and execution is Execution.GRAPH
-        later_steps = len(performance.plans) - 1 - step if is_replayed_draft else 0
+        later_steps = len(result.plans) - 1 - step if is_replayed_draft else 0
         found += check_metadata(
             plan,
             prefix_lens=prefix_lens,
             q_lens=q_lens,
             pages=pages,
             page_size=case.page_size,
-            num_pages=stage.world.num_pages,
+            num_pages=pool_state.inputs.num_pages,
             swa_pages=swa_pages,
-            num_swa_pages=stage.world.num_swa_pages,
+            num_swa_pages=pool_state.inputs.num_swa_pages,
             table_headroom=later_steps,
-            packed_q_lens=[*case.q_lens, *[1] * (performance.bucket - case.bs)]
+            packed_q_lens=[*case.q_lens, *[1] * (result.bucket - case.bs)]
             if case.mode is Mode.DRAFT_EXTEND
             else None,
         )

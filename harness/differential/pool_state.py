@@ -8,8 +8,8 @@ import torch
 
 from harness.core.case import Case, Family, KVDtype
 from harness.differential.dense import dense_rows
-from harness.differential.inputs import BatchInputs, TestInputs
-from harness.differential.traced_inputs import PADDING, UNOWNED, mark_row
+from harness.differential.inputs import BatchInputs, TrialInputs
+from harness.differential.traced_inputs import PADDING, UNOWNED, tracer_row
 from harness.upstream.allocator import PADDING_SLOT, ReqToTokenPool
 from harness.upstream.memory_pool import KVPool, MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
 
@@ -22,7 +22,7 @@ PADDING_VALUE = 100.0
 class PoolState:
     """A world's pools on one device."""
 
-    world: TestInputs
+    inputs: TrialInputs
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool: KVPool
     device: torch.device
@@ -30,7 +30,7 @@ class PoolState:
     @property
     def case(self) -> Case:
         """The case under test; other batches of the world are its company."""
-        return self.world.batches[0].case
+        return self.inputs.batches[0].case
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Every cache buffer by name, [slots, …]."""
@@ -50,45 +50,45 @@ def _swa_parts(pool: SWAKVPool) -> dict[str, MHATokenToKVPool]:
     return {"full.": pool.full_pool, "swa.": pool.swa_pool}
 
 
-def set_stage(
-    world: TestInputs, device: torch.device | str = "cpu", unread: float = torch.nan
+def make_pool_state(
+    inputs: TrialInputs, device: torch.device | str = "cpu", unread: float = torch.nan
 ) -> PoolState:
     """Allocate the pools, poison them, and write the request table and the history.
 
     Args:
-        world: what to set up.
+        inputs: what to set up.
         device: where.
         unread: what slots hold that no query may see.
     """
     device = torch.device(device)
-    case = world.batches[0].case
-    table = ReqToTokenPool(world.req_pool_size, case.max_total_len + case.page_size, device)
-    stale = torch.tensor(world.stale_slots, dtype=torch.int32, device=device)
+    case = inputs.batches[0].case
+    table = ReqToTokenPool(inputs.req_pool_size, case.max_total_len + case.page_size, device)
+    stale = torch.tensor(inputs.stale_slots, dtype=torch.int32, device=device)
     table.req_to_token.copy_(
         stale[torch.arange(table.req_to_token.numel(), device=device) % len(stale)].view_as(
             table.req_to_token
         )
     )
-    stage = PoolState(world, table, _kv_pool(world, device), device)
-    for name, buffer in stage.buffers().items():
+    pool_state = PoolState(inputs, table, _kv_pool(inputs, device), device)
+    for name, buffer in pool_state.buffers().items():
         unowned, padding = torch.full((), unread), torch.full((), PADDING_VALUE)
-        if world.watched:
-            unowned, padding = (mark_row(world, name, mark) for mark in (UNOWNED, PADDING))
+        if inputs.traced:
+            unowned, padding = (tracer_row(inputs, name, mark) for mark in (UNOWNED, PADDING))
         buffer.copy_(unowned.to(buffer.dtype).expand_as(buffer))
         buffer[: case.page_size] = padding.to(device=device, dtype=buffer.dtype)
-    for requests in world.batches:
-        _write(stage, requests)
-    return stage
+    for requests in inputs.batches:
+        _write(pool_state, requests)
+    return pool_state
 
 
-def _kv_pool(world: TestInputs, device: torch.device) -> KVPool:
-    case = world.batches[0].case
+def _kv_pool(inputs: TrialInputs, device: torch.device) -> KVPool:
+    case = inputs.batches[0].case
     auto = case.kv_dtype is KVDtype.AUTO
     dtype = getattr(torch, case.dtype if auto else case.kv_dtype)
     common = {"page_size": case.page_size, "dtype": dtype, "device": device}
     if case.family is Family.MLA:
         return MLATokenToKVPool(
-            num_pages=world.num_pages,
+            num_pages=inputs.num_pages,
             num_layers=case.num_layers,
             kv_lora_rank=case.kv_lora_rank,
             qk_rope_head_dim=case.qk_rope_head_dim,
@@ -104,41 +104,41 @@ def _kv_pool(world: TestInputs, device: torch.device) -> KVPool:
             **common,
         )
 
-    if world.swa_page_of is None:
-        return pool(world.num_pages, case.num_layers)
+    if inputs.swa_page_of is None:
+        return pool(inputs.num_pages, case.num_layers)
     swa_layers = frozenset(range(1, case.num_layers, 2))
     hybrid = SWAKVPool(
-        full_pool=pool(world.num_pages, case.num_layers - len(swa_layers)),
-        swa_pool=pool(world.num_swa_pages, len(swa_layers)),
+        full_pool=pool(inputs.num_pages, case.num_layers - len(swa_layers)),
+        swa_pool=pool(inputs.num_swa_pages, len(swa_layers)),
         swa_layer_ids=swa_layers,
         num_layers=case.num_layers,
     )
-    pages = torch.tensor(world.swa_page_of, device=device)
+    pages = torch.tensor(inputs.swa_page_of, device=device)
     offsets = torch.arange(case.page_size, device=device)
     slots = torch.where(pages[:, None] > 0, pages[:, None] * case.page_size + offsets, PADDING_SLOT)
     hybrid.full_to_swa_index_mapping.copy_(slots.flatten())
     return hybrid
 
 
-def _write(stage: PoolState, requests: BatchInputs) -> None:
+def _write(pool_state: PoolState, requests: BatchInputs) -> None:
     """Point the table at every slot of a request and put its history there."""
     case = requests.case
     for i, row in enumerate(requests.req_pool_indices):
         slots = requests.slots(i, 0, len(requests.pages[i]) * case.page_size)
-        table = stage.req_to_token_pool.req_to_token
-        table[row, : len(slots)] = torch.tensor(slots, dtype=torch.int32, device=stage.device)
-        write_kv(stage, requests, i, requests.history[i], start=0)
+        table = pool_state.req_to_token_pool.req_to_token
+        table[row, : len(slots)] = torch.tensor(slots, dtype=torch.int32, device=pool_state.device)
+        write_kv(pool_state, requests, i, requests.history[i], start=0)
 
 
 def write_kv(
-    stage: PoolState, requests: BatchInputs, request: int, tokens: torch.Tensor, start: int
+    pool_state: PoolState, requests: BatchInputs, request: int, tokens: torch.Tensor, start: int
 ) -> None:
     """Put keys and values of tokens [n] at positions start … into the cache of a request."""
     case = requests.case
     positions = torch.arange(start, start + len(tokens))
-    rows = dense_rows(stage.world.weights, case, tokens, positions, queries=0)
+    rows = dense_rows(pool_state.inputs.weights, case, tokens, positions, queries=0)
     slots = torch.tensor(requests.slots(request, start, start + len(tokens)), dtype=torch.int64)
-    pool = stage.token_to_kv_pool
+    pool = pool_state.token_to_kv_pool
     for layer in range(case.num_layers):
         k, v = rows.k[layer], rows.v[layer]
         if isinstance(pool, MLATokenToKVPool):

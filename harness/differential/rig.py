@@ -32,56 +32,56 @@ Forward = Callable[[ForwardBatch], LogitsProcessorOutput | DraftOutput]
 class Rig:
     """A subject built on a stage for the mode of the stage's case."""
 
-    provider: Kernel
+    kernel: Kernel
     backend: PagedBackend | PagedMultiStepDraftBackend
     forward: Forward
 
 
-def build(subject: Subject, stage: PoolState) -> Rig:
+def build(subject: Subject, pool_state: PoolState) -> Rig:
     """Provider, backend and probe model of a subject, wired to the stage's pools."""
-    case = stage.case
-    provider = new_kernel(subject.family, subject.capability, stage.device)
-    model = ProbeModel(stage.world.weights, case, stage.device)
+    case = pool_state.case
+    kernel = new_kernel(subject.family, subject.capability, pool_state.device)
+    model = ProbeModel(pool_state.inputs.weights, case, pool_state.device)
     pools: dict[str, Any] = {
-        "provider": provider,
-        "req_to_token_pool": stage.req_to_token_pool,
-        "token_to_kv_pool": stage.token_to_kv_pool,
+        "kernel": kernel,
+        "req_to_token_pool": pool_state.req_to_token_pool,
+        "token_to_kv_pool": pool_state.token_to_kv_pool,
         "max_context_len": case.max_context_len,
         "num_draft_tokens": case.num_draft_tokens,
         "speculative_num_steps": case.num_steps,
-        "device": stage.device,
+        "device": pool_state.device,
     }
     if case.mode is Mode.MULTI_STEP_DRAFT:
         steps = subject.draft_backend(**pools)
-        return Rig(provider, steps, multi_step_draft(model, steps))
+        return Rig(kernel, steps, multi_step_draft(model, steps))
     backend = subject.backend(**pools)
 
     def forward(batch: ForwardBatch) -> LogitsProcessorOutput:
         served = batch.with_changes(attn_backend=backend)
         return model.forward(batch.input_ids, batch.positions, served)
 
-    return Rig(provider, backend, forward)
+    return Rig(kernel, backend, forward)
 
 
 def build_runner(
     subject: Subject,
-    stage: PoolState,
+    pool_state: PoolState,
     rig: Rig,
     capture_bs: tuple[int, ...],
     graph: GraphFactory | None = None,
 ) -> GraphRunner[Any, Any]:
     """The graph runner of the stage's mode, not yet captured; by default on the device's graphs."""
-    case = stage.case
+    case = pool_state.case
     common: dict[str, Any] = {
         "forward": rig.forward,
         "attn_backend": rig.backend,
-        "new_graph": graph or new_graph(stage.device),
+        "new_graph": graph or new_graph(pool_state.device),
         "capture_bs": capture_bs,
-        "req_to_token_pool": stage.req_to_token_pool,
-        "token_to_kv_pool": stage.token_to_kv_pool,
-        "hidden_size": stage.world.weights.hidden_size,
+        "req_to_token_pool": pool_state.req_to_token_pool,
+        "token_to_kv_pool": pool_state.token_to_kv_pool,
+        "hidden_size": pool_state.inputs.weights.hidden_size,
         "hidden_dtype": getattr(torch, case.dtype),
-        "device": stage.device,
+        "device": pool_state.device,
     }
     if case.mode is Mode.MULTI_STEP_DRAFT:
         return DraftRunner(num_tokens_per_req=case.num_steps - 1, **common)

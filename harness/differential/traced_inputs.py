@@ -12,20 +12,20 @@ from dataclasses import replace
 import torch
 
 from harness.core.case import Case, Family, Inputs, KVDtype, Mode
-from harness.differential.inputs import BatchInputs, ProbeWeights, TestInputs
-from harness.differential.inputs import make_world as make_random_world
+from harness.differential.inputs import BatchInputs, ProbeWeights, TrialInputs
+from harness.differential.inputs import make_trial_inputs as make_random_inputs
 from harness.differential.key_tracers import TracerReading, read_watch, watch
 
 # Tokens; the first has no column.
-SILENT, DRAFTED, COMPANY, UNOWNED, PADDING, FIRST_WATCHED = range(6)
+SILENT, DRAFTED, DECOY, UNOWNED, PADDING, FIRST_TRACED = range(6)
 
 
-def make_world(*cases: Case) -> TestInputs:
+def make_trial_inputs(*cases: Case) -> TrialInputs:
     """A world of one geometry; the first case's inputs decide of what kind."""
-    world = make_random_world(*cases)
-    if cases[0].inputs is Inputs.WATCHED and cases[0].bs:
-        return watching(world, by_distance_from_the_end(cases[0])[: capacity(cases[0])])
-    return world
+    inputs = make_random_inputs(*cases)
+    if cases[0].inputs is Inputs.TRACED and cases[0].bs:
+        return with_tracers(inputs, by_distance_from_the_end(cases[0])[: capacity(cases[0])])
+    return inputs
 
 
 def by_distance_from_the_end(case: Case) -> list[tuple[int, int]]:
@@ -40,36 +40,36 @@ def by_distance_from_the_end(case: Case) -> list[tuple[int, int]]:
 
 def capacity(case: Case) -> int:
     """Positions that one world can watch."""
-    return _columns(case) - FIRST_WATCHED + 1
+    return _columns(case) - FIRST_TRACED + 1
 
 
-def watching(world: TestInputs, keys: list[tuple[int, int]]) -> TestInputs:
+def with_tracers(inputs: TrialInputs, keys: list[tuple[int, int]]) -> TrialInputs:
     """The world with its layouts and lengths, watching these (request, position)."""
-    first = world.batches[0]
-    tokens = {key: FIRST_WATCHED + i for i, key in enumerate(keys)}
+    first = inputs.batches[0]
+    tokens = {key: FIRST_TRACED + i for i, key in enumerate(keys)}
     return replace(
-        world,
-        weights=_weights(first.case, world.weights),
-        batches=(_told(first, tokens), *(_told(other, None) for other in world.batches[1:])),
-        watched=tuple(keys),
+        inputs,
+        weights=_weights(first.case, inputs.weights),
+        batches=(_told(first, tokens), *(_told(other, None) for other in inputs.batches[1:])),
+        traced=tuple(keys),
     )
 
 
-def tokens_read(world: TestInputs, hidden_states: torch.Tensor) -> list[list[TracerReading]]:
+def tokens_read(inputs: TrialInputs, hidden_states: torch.Tensor) -> list[list[TracerReading]]:
     """What each query read in each layer, as tokens: ``hidden_states`` [T, L * heads * value dim].
 
     A multi-step draft's are taken after what it fed on is subtracted.
     """
-    case = world.batches[0].case
+    case = inputs.batches[0].case
     kv_heads, dim = _value_shape(case)
     tokens = range(DRAFTED, 1 + _columns(case))
     rows = hidden_states.cpu().unflatten(1, (case.num_layers, -1, dim))
     return [[read_watch(layer, tokens, kv_heads) for layer in row] for row in rows]
 
 
-def mark_row(world: TestInputs, buffer: str, token: int) -> torch.Tensor:
+def tracer_row(inputs: TrialInputs, buffer: str, token: int) -> torch.Tensor:
     """What a slot of a cache buffer holds to show as ``token``: float32, shaped like the slot."""
-    case, weights = world.batches[0].case, world.weights
+    case, weights = inputs.batches[0].case, inputs.weights
     if case.family is Family.MLA:
         return (
             torch.cat((weights.k[0, token, 0], torch.zeros(case.qk_rope_head_dim))) / case.k_scale
@@ -128,7 +128,7 @@ def _told(requests: BatchInputs, tokens: dict[tuple[int, int], int] | None) -> B
 
     def named(i: int, start: int, stop: int) -> torch.Tensor:
         if tokens is None:
-            return torch.full((stop - start,), COMPANY)
+            return torch.full((stop - start,), DECOY)
         return torch.tensor([tokens.get((i, t), SILENT) for t in range(start, stop)]).long()
 
     ends = zip(case.prefix_lens, case.total_lens, strict=True)

@@ -11,9 +11,9 @@ from harness.core.environment import environment
 from harness.core.record import Record, Verdict
 from harness.differential.compare import Comparison
 from harness.differential.diagnose import explain
-from harness.differential.forward import company, run_forward
+from harness.differential.forward import decoys, run_forward
 from harness.differential.judge import judge
-from harness.differential.traced_inputs import make_world
+from harness.differential.traced_inputs import make_trial_inputs
 from harness.errors import SpecgateError
 from harness.subjects import Subject
 
@@ -38,14 +38,14 @@ def run_trial(
     reason = subject.refusal(case, execution, device)
     if reason is not None:
         return _record(case, subject, execution, device, Verdict.REFUSED, reason)
-    others = company(case) if execution is Execution.GRAPH else ()
+    others = decoys(case) if execution is Execution.GRAPH else ()
     try:
-        performance = run_forward(subject, make_world(case, *others), execution, device)
-        found = judge(performance, execution, subject.numerics(device))
+        result = run_forward(subject, make_trial_inputs(case, *others), execution, device)
+        found = judge(result, execution, subject.numerics(device))
         bad = [comparison for comparison in found if not comparison.passed]
         lines = [comparison.message for comparison in bad[:3]]
         if bad and (bad[0].quantity, bad[0].verdict) in UNEXPLAINED:
-            lines.insert(0, explain(case, subject, execution, device, performance))
+            lines.insert(0, explain(case, subject, execution, device, result))
     except (
         SpecgateError,
         RuntimeError,

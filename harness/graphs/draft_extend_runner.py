@@ -104,14 +104,14 @@ class DraftExtendRunner(GraphRunner[LogitsProcessorOutput, AttentionBackend]):
             **parts,
         )
 
-    def misfit(self, batch: ForwardBatch) -> str | None:
+    def mismatch_reason(self, batch: ForwardBatch) -> str | None:
         """As everywhere, and a stride the batch declares is the captured one."""
         spec = batch.spec_info
         if not isinstance(spec, EagleDraftExtendInput):
             return rejected("spec_info", type(spec).__name__, "EagleDraftExtendInput")
         if spec.num_tokens_per_req not in (0, self.num_tokens_per_req):
             return rejected("num_tokens_per_req", spec.num_tokens_per_req, self.num_tokens_per_req)
-        return self.hidden_misfit(spec.hidden_states) or super().misfit(batch)
+        return self.hidden_mismatch_reason(spec.hidden_states) or super().mismatch_reason(batch)
 
     def mirrors(self, batch: ForwardBatch, extent: Extent) -> dict[str, Any]:
         """As everywhere, and the accept lengths where the host knows them."""

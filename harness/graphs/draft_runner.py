@@ -93,14 +93,14 @@ class DraftRunner(GraphRunner[DraftOutput, MultiStepDraftBackend]):
             ),
         )
 
-    def misfit(self, batch: ForwardBatch) -> str | None:
+    def mismatch_reason(self, batch: ForwardBatch) -> str | None:
         """As everywhere, and the round has the captured number of steps."""
         spec = batch.spec_info
         if not isinstance(spec, EagleDraftInput):
             return rejected("spec_info", type(spec).__name__, "EagleDraftInput")
         if spec.num_steps != self.attn_backend.speculative_num_steps:
             return rejected("num_steps", spec.num_steps, self.attn_backend.speculative_num_steps)
-        return self.hidden_misfit(spec.hidden_states) or super().misfit(batch)
+        return self.hidden_mismatch_reason(spec.hidden_states) or super().mismatch_reason(batch)
 
     def trim(self, output: DraftOutput, extent: Extent) -> DraftOutput:
         """The real requests' tokens, logits and hidden states, copied."""

@@ -34,13 +34,13 @@ class Effects:
     """What was seen, filled while the region runs.
 
     Attributes:
-        host_reads: ``operation at file:line`` of each, in order.
+        host_syncs: ``operation at file:line`` of each, in order.
         operations: how often each operation was dispatched (CPU) or kernel launched (CUDA).
         bytes_allocated: of the storages that the region's operations created.
         activity: what the GPU was asked to do and did; empty on the CPU.
     """
 
-    host_reads: list[str] = field(default_factory=list)
+    host_syncs: list[str] = field(default_factory=list)
     operations: Counter[str] = field(default_factory=Counter)
     bytes_allocated: int = 0
     activity: Activity = field(default_factory=Activity)
@@ -76,7 +76,7 @@ class _Observer(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not self._calls.reporting and dispatched_read(func, args, kwargs):
-            self._effects.host_reads.append(f"{func} at {caller_line()}")
+            self._effects.host_syncs.append(f"{func} at {caller_line()}")
         result = func(*args, **kwargs)
         self._effects.operations[str(func)] += 1
         given = {storage_key(tensor) for tensor in tensors_in((args, tuple(kwargs.values())))}
@@ -107,7 +107,7 @@ def observe(device: torch.device | str = "cpu") -> Iterator[Effects]:
 
 @contextmanager
 def _on_cpu(effects: Effects) -> Iterator[None]:
-    calls = HostSyncCalls(lambda name: effects.host_reads.append(f"{name} at {caller_line()}"))
+    calls = HostSyncCalls(lambda name: effects.host_syncs.append(f"{name} at {caller_line()}"))
     with calls, _Observer(effects, calls):
         yield
 
@@ -135,7 +135,7 @@ def _on_cuda(effects: Effects, device: torch.device | str) -> Iterator[None]:  #
         for event in trace.events()
     )
     effects.operations.update(effects.activity.kernels)
-    effects.host_reads += waits_told(told, effects.activity)
+    effects.host_syncs += waits_told(told, effects.activity)
 
 
 @contextmanager

@@ -108,7 +108,7 @@ class GraphRunner(ABC, Generic[Output, Backend]):
     def trim(self, output: Output, extent: Extent) -> Output:
         """Copies of the rows that are real."""
 
-    def misfit(self, batch: ForwardBatch) -> str | None:
+    def mismatch_reason(self, batch: ForwardBatch) -> str | None:
         """Why the batch is not of the shape that was captured, or None."""
         bs, tokens = batch.batch_size, self.num_tokens(batch)
         if batch.forward_mode is not self.mode:
@@ -169,7 +169,7 @@ class GraphRunner(ABC, Generic[Output, Backend]):
         width, dtype = (self.hidden_size,), self.hidden_dtype
         return (Field(name="hidden_states", read=read, pad=0, dtype=dtype, rows=rows, width=width),)
 
-    def hidden_misfit(self, hidden_states: torch.Tensor | None) -> str | None:
+    def hidden_mismatch_reason(self, hidden_states: torch.Tensor | None) -> str | None:
         """Why hidden states are given where none were captured, or the reverse, or None."""
         if (hidden_states is None) is (self.hidden_size is None):
             return None
@@ -234,7 +234,7 @@ class GraphRunner(ABC, Generic[Output, Backend]):
 
     def can_run(self, batch: ForwardBatch) -> bool:
         """Whether a bucket holds the batch and its shape is what was captured."""
-        return batch.batch_size <= self.capture_bs[-1] and self.misfit(batch) is None
+        return batch.batch_size <= self.capture_bs[-1] and self.mismatch_reason(batch) is None
 
     def replay(self, batch: ForwardBatch) -> Output:
         """Run the batch on its bucket's graph; the result is a copy of its real rows.
@@ -277,7 +277,7 @@ class GraphRunner(ABC, Generic[Output, Backend]):
 
     def _extent(self, batch: ForwardBatch) -> Extent:
         bucket = self.bucket(batch.batch_size)
-        if reason := self.misfit(batch):
+        if reason := self.mismatch_reason(batch):
             raise ContractError(reason)
         tokens = bucket * self.num_tokens_per_req
         return Extent(batch.batch_size, self.num_tokens(batch), bucket, tokens)

@@ -74,11 +74,11 @@ class TargetVerifyRunner(GraphRunner[LogitsProcessorOutput, AttentionBackend]):
             **parts,
         )
 
-    def misfit(self, batch: ForwardBatch) -> str | None:
+    def mismatch_reason(self, batch: ForwardBatch) -> str | None:
         """As everywhere, and the chain has the captured number of draft tokens."""
         spec = batch.spec_info
         wanted = EagleVerifyInput if self.mode is ForwardMode.TARGET_VERIFY else type(None)
-        if (reason := super().misfit(batch)) is not None:
+        if (reason := super().mismatch_reason(batch)) is not None:
             return reason
         if not isinstance(spec, wanted):
             return rejected("spec_info", type(spec).__name__, wanted.__name__)

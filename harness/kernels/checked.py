@@ -14,7 +14,7 @@ from harness.kernels import shape_checks as strict
 
 
 class Paging(TypedDict):
-    """What every entry takes; shapes in ``providers.base``."""
+    """What every entry takes; shapes in ``kernels.base``."""
 
     block_tables: torch.Tensor
     seq_lens: torch.Tensor

@@ -141,7 +141,7 @@ def load(wheel: Wheel) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``python -m harness.upstream.released_wheel [--into FOLDER]``: extract every release's files."""
+    """``python -m harness.upstream.released_wheel [--into FOLDER]``: extract files of releases."""
     parser = argparse.ArgumentParser(prog="specgate wheels", description=main.__doc__)
     parser.add_argument("--into", type=Path, default=cache(), metavar="FOLDER")
     into = parser.parse_args(argv).into.absolute()

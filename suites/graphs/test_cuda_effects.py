@@ -60,7 +60,7 @@ def test_a_wait_is_told_with_its_line_and_a_graph_apart_from_launches(cuda: torc
     with observe(cuda) as effects:
         assert act() == 3
     line = act.__code__.co_firstlineno + 3
-    assert effects.host_reads == [f"synchronisation at {__file__}:{line}"]
+    assert effects.host_syncs == [f"synchronisation at {__file__}:{line}"]
     assert effects.activity.graph_launches == 1
     assert effects.activity.replayed == 2
     assert effects.activity.kernels.total() == 3
@@ -72,7 +72,7 @@ def test_memory_that_a_region_takes_is_counted(cuda: torch.device) -> None:
     with observe(cuda) as effects:
         torch.zeros(1024, device=cuda)
     assert effects.bytes_allocated == 4096
-    assert effects.host_reads == []
+    assert effects.host_syncs == []
     assert effects.activity.launched.total() == 1
 
 

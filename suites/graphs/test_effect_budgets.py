@@ -41,7 +41,7 @@ def test_the_table_has_a_row_for_every_mode_of_both_families() -> None:
 
 
 def test_no_optimized_forward_reads_the_host_or_moves_memory() -> None:
-    for name in ("host_reads", "moved", "prepared_bytes"):
+    for name in ("host_syncs", "moved", "prepared_bytes"):
         assert {row.counts.get(name, 0) for row in OWN.values()} == {0}
     v2 = [row for row in OWN.values() if row.mode is Mode.DRAFT_EXTEND_V2]
     assert {row.counts.get("topk", 0) for row in v2} == {0}
@@ -50,9 +50,9 @@ def test_no_optimized_forward_reads_the_host_or_moves_memory() -> None:
 def test_a_row_tells_counts_above_and_below_it() -> None:
     row = Budget("trtllm_mha/xqa", Mode.DECODE, Execution.EAGER, {"planning": 25}, "")
     assert row.over({"planning": 25, "topk": 0}) == {}
-    assert row.over({"planning": 24, "host_reads": 1}) == {
+    assert row.over({"planning": 24, "host_syncs": 1}) == {
         "planning": (24, 25),
-        "host_reads": (1, 0),
+        "host_syncs": (1, 0),
     }
 
 
@@ -74,6 +74,6 @@ def test_a_bench_names_the_line_of_a_host_read_and_what_moved(
     monkeypatch.setattr(bench.backend, "init_forward_metadata_out_graph", reading)
     found = cost(bench, Execution.GRAPH, BUCKET)
     line = reading.__code__.co_firstlineno + 3
-    assert found.host_reads == (f"aten._local_scalar_dense.default at {__file__}:{line}",)
+    assert found.host_syncs == (f"aten._local_scalar_dense.default at {__file__}:{line}",)
     assert found.moved == ("metadata page_table of step 0",)
-    assert budget.over(found.counts)["host_reads"] == (1, 0)
+    assert budget.over(found.counts)["host_syncs"] == (1, 0)

@@ -48,4 +48,4 @@ def test_a_replay_of_another_batch_is_told_apart(device: torch.device) -> None:
     output = replays.runner.replay(batch)
     shorter = batch.with_changes(seq_lens=batch.seq_lens.sub(1).clamp_min(1))
     assert replays.compare(0, shorter, output)
-    assert not differences(output, output, replays.stage.case)
+    assert not differences(output, output, replays.pool_state.case)

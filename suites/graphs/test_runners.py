@@ -134,7 +134,7 @@ def test_a_replay_reads_nothing_on_the_host() -> None:
     runner, batch = make(), verify(5, 9, 7)
     with observe() as effects:
         runner.replay(batch)
-    assert effects.host_reads == []
+    assert effects.host_syncs == []
 
 
 def test_prepare_runs_before_the_draft_tokens_are_known() -> None:

@@ -195,4 +195,4 @@ def test_an_observed_replay_is_the_recorded_operations_and_nothing_of_the_emulat
             "aten.topk.default": 1,
         }
     )
-    assert effects.host_reads == []
+    assert effects.host_syncs == []

@@ -10,7 +10,7 @@ from fixtures.pytest_plugin.goldens import prompts
 from harness.core.case import Execution
 from harness.engine.spec_config import SpecVersion
 
-COMPANY = {"alone": (2,), "of_three": (5, 2, 0)}
+DECOY = {"alone": (2,), "of_three": (5, 2, 0)}
 WAYS = [
     (SpecVersion.V1, False, Execution.EAGER),
     (SpecVersion.V1, False, Execution.GRAPH),
@@ -28,7 +28,7 @@ each_setup = pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.id
 
 
 @each_setup
-@pytest.mark.parametrize("members", COMPANY.values(), ids=COMPANY)
+@pytest.mark.parametrize("members", DECOY.values(), ids=DECOY)
 def test_company_changes_neither_text_nor_rounds(
     setup: Setup, members: tuple[int, ...], device: torch.device
 ) -> None:

@@ -32,9 +32,9 @@ def decompose(tpot: Evidence, step: Evidence, accept: Evidence) -> Decomposition
     """Split the effect on TPOT, and name the half whose own ruling says that it moved."""
     through_step, through_accept = math.log(step.ratio), -math.log(accept.ratio)
     halves = (("the step time (kernels)", step), ("the accept length (drafts)", accept))
-    moved = [f"{half} {found.ruling}" for half, found in halves if found.ruling in MOVED]
-    if not moved and tpot.ruling in MOVED:
-        moved = [f"TPOT {tpot.ruling}, neither half did: the scheduler or the host"]
+    moved = [f"{half} {found.verdict}" for half, found in halves if found.verdict in MOVED]
+    if not moved and tpot.verdict in MOVED:
+        moved = [f"TPOT {tpot.verdict}, neither half did: the scheduler or the host"]
     return Decomposition(
         step=through_step,
         accept=through_accept,

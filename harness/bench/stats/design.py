@@ -35,7 +35,7 @@ class Design(StrEnum):
         return 2 if self is Design.THUE_MORSE else len(self.orders[0])
 
 
-def toss(seed: str, index: int, design: Design) -> str:
+def draw_order(seed: str, index: int, design: Design) -> str:
     """The order of block ``index`` (from 0), recomputable from the seed by whoever doubts it."""
     digest = hashlib.sha256(f"{seed}:{index}".encode()).digest()
     return design.orders[digest[0] & 1]
@@ -107,6 +107,6 @@ def check_session(blocks: Sequence[Block], seed: str, design: Design) -> None:
     for place, block in enumerate(blocks):
         if block.index != place:
             raise ContractError(rejected("block index", block.index, f"{place}, none left out"))
-        drawn = toss(seed, place, design)
+        drawn = draw_order(seed, place, design)
         if block.order != drawn:
             raise ContractError(rejected(f"block {place} order", block.order, f"{drawn}, the coin"))

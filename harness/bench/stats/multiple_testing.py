@@ -25,12 +25,12 @@ def bonferroni(cases: int) -> Thresholds:
     """
     if cases not in range(1, PR_CASES + 1):
         raise UsageError(rejected("cases", cases, f"1 to {PR_CASES} gated primaries"))
-    return Thresholds(blame=max(cases / ALPHA, Thresholds().blame))
+    return Thresholds(reject_null=max(cases / ALPHA, Thresholds().reject_null))
 
 
 def nightly(cases: int) -> Thresholds:
     """Where a case of a nightly table stops: at what would be flagged even if it were alone."""
-    return Thresholds(blame=max(checked("cases", cases) / ALPHA, Thresholds().blame))
+    return Thresholds(reject_null=max(checked("cases", cases) / ALPHA, Thresholds().reject_null))
 
 
 def control(cases: int) -> Thresholds:
@@ -39,7 +39,7 @@ def control(cases: int) -> Thresholds:
     That any case is blamed or praised by chance has at most ``CONTROL_ALPHA``.
     """
     directions = 2
-    return Thresholds(blame=directions * checked("cases", cases) / CONTROL_ALPHA)
+    return Thresholds(reject_null=directions * checked("cases", cases) / CONTROL_ALPHA)
 
 
 def e_bh(e_values: Mapping[str, float], q: float = ALPHA) -> frozenset[str]:
@@ -61,17 +61,17 @@ def e_bh(e_values: Mapping[str, float], q: float = ALPHA) -> frozenset[str]:
 
 def settle(table: Mapping[str, Evidence]) -> dict[str, Evidence]:
     """A night's table, blame and praise decided by e-BH; an INVALID case counts, as no evidence."""
-    valid = {name for name, found in table.items() if found.ruling is not BenchVerdict.INVALID}
+    valid = {name for name, found in table.items() if found.verdict is not BenchVerdict.INVALID}
     worse = e_bh({n: found.e_regressed if n in valid else 0.0 for n, found in table.items()})
     better = e_bh({n: found.e_improved if n in valid else 0.0 for n, found in table.items()})
 
     def ruled(name: str, found: Evidence) -> Evidence:
         if name in worse:
-            return replace(found, ruling=BenchVerdict.REGRESSED)
+            return replace(found, verdict=BenchVerdict.REGRESSED)
         if name in better:
-            return replace(found, ruling=BenchVerdict.IMPROVED)
-        blamed = found.ruling in (BenchVerdict.REGRESSED, BenchVerdict.IMPROVED)
-        return replace(found, ruling=BenchVerdict.INCONCLUSIVE) if blamed else found
+            return replace(found, verdict=BenchVerdict.IMPROVED)
+        blamed = found.verdict in (BenchVerdict.REGRESSED, BenchVerdict.IMPROVED)
+        return replace(found, verdict=BenchVerdict.INCONCLUSIVE) if blamed else found
 
     return {name: ruled(name, found) if name in valid else found for name, found in table.items()}
 
@@ -80,7 +80,7 @@ class Control(StrEnum):
     """A case whose answer is known."""
 
     AA = "A/A"
-    PLANTED = "planted slowdown"
+    INJECTED = "planted slowdown"
 
     @property
     def accepted(self) -> tuple[BenchVerdict, ...]:
@@ -97,17 +97,17 @@ def believe(
     if not reasons:
         return dict(table)
     return {
-        name: replace(found, ruling=BenchVerdict.INVALID, reasons=(*reasons, *found.reasons))
+        name: replace(found, verdict=BenchVerdict.INVALID, reasons=(*reasons, *found.reasons))
         for name, found in table.items()
     }
 
 
 def _failed(control: Control, found: Evidence | None) -> str | None:
     """Why the night is not believed; None where this control is as it must be."""
-    if found and found.ruling in control.accepted:
+    if found and found.verdict in control.accepted:
         return None
     expected = " or ".join(control.accepted)
-    said = f"control {control}: {found.ruling if found else 'missing'} instead of {expected}"
-    if found and found.ruling is BenchVerdict.INVALID and found.reasons:
+    said = f"control {control}: {found.verdict if found else 'missing'} instead of {expected}"
+    if found and found.verdict is BenchVerdict.INVALID and found.reasons:
         said += f" ({found.reasons[0].splitlines()[0]})"
     return said

@@ -47,7 +47,7 @@ class Evidence:
 
     Args:
         metric: name of the margin's row.
-        ruling: INCONCLUSIVE until the session is over.
+        verdict: INCONCLUSIVE until the session is over.
         over: whether no more blocks are to be measured.
         blocks: valid blocks used, those behind the decision not among them.
         dropped: invalid blocks.
@@ -58,7 +58,7 @@ class Evidence:
     """
 
     metric: str
-    ruling: BenchVerdict
+    verdict: BenchVerdict
     over: bool
     blocks: int
     dropped: int
@@ -74,7 +74,7 @@ class Evidence:
         return self.path[-1][0] if self.path else 1.0
 
     @property
-    def e_clear(self) -> float:
+    def e_equivalence(self) -> float:
         """E-value against "at least delta1 slower"."""
         return self.path[-1][1] if self.path else 1.0
 
@@ -86,8 +86,8 @@ class Evidence:
     @property
     def e_value(self) -> float:
         """The one behind the ruling: for better where IMPROVED, against worse where OK."""
-        behind = {BenchVerdict.IMPROVED: self.e_improved, BenchVerdict.OK: self.e_clear}
-        return behind.get(self.ruling, self.e_regressed)
+        behind = {BenchVerdict.IMPROVED: self.e_improved, BenchVerdict.OK: self.e_equivalence}
+        return behind.get(self.verdict, self.e_regressed)
 
 
 def judge(blocks: Sequence[Block], plan: SequentialPlan) -> Evidence:
@@ -105,20 +105,20 @@ def judge(blocks: Sequence[Block], plan: SequentialPlan) -> Evidence:
     reasons = tuple(dict.fromkeys(reason for block in blocks for reason in block.invalid))
     sign = -1.0 if plan.margin.higher_is_better else 1.0
     effects = sign * np.array([block.effect for block in valid], dtype=np.float64)
-    ruling, used, path = _look(effects, plan)
-    over = ruling is not BenchVerdict.INCONCLUSIVE or used >= plan.bounds.n_max
+    verdict, used, path = _look(effects, plan)
+    over = verdict is not BenchVerdict.INCONCLUSIVE or used >= plan.bounds.n_max
     # Twice as many valid blocks as invalid ones are needed, and there will be no more than n_max.
     hopeless = dropped > plan.bounds.n_max * INVALID_SHARE / (1 - INVALID_SHARE)
     if hopeless or (over and dropped > INVALID_SHARE * len(blocks)):
         share = f"{dropped} of {len(blocks)} blocks are invalid, more than a third"
-        ruling, over, reasons = BenchVerdict.INVALID, True, (share, *reasons)
-    elif _clocks_disagree(valid[:used], effects[:used], ruling, sign):
-        ruling, reasons = BenchVerdict.INVALID, ("time and cycles disagree on the sign", *reasons)
+        verdict, over, reasons = BenchVerdict.INVALID, True, (share, *reasons)
+    elif _clocks_disagree(valid[:used], effects[:used], verdict, sign):
+        verdict, reasons = BenchVerdict.INVALID, ("time and cycles disagree on the sign", *reasons)
     centre, low, high = _estimate(effects[:used], plan.calibrated)
     low, high = sorted((plan.margin.ratio(low), plan.margin.ratio(high)))
     return Evidence(
         metric=plan.margin.metric,
-        ruling=ruling,
+        verdict=verdict,
         over=over,
         blocks=used,
         dropped=dropped,
@@ -140,11 +140,11 @@ def _look(
     code, used = decide(found, plan.thresholds)
     n = int(used)
     waiting = found.improved[n - 1] > 0.0 and n < plan.bounds.n_max
-    ruling = RULINGS[int(code)]
-    if ruling is BenchVerdict.OK and waiting:
-        ruling = BenchVerdict.INCONCLUSIVE
+    verdict = RULINGS[int(code)]
+    if verdict is BenchVerdict.OK and waiting:
+        verdict = BenchVerdict.INCONCLUSIVE
     logs = zip(found.regressed[:n], found.clear[:n], found.improved[:n], strict=True)
-    return ruling, n, tuple((math.exp(r), math.exp(c), math.exp(i)) for r, c, i in logs)
+    return verdict, n, tuple((math.exp(r), math.exp(c), math.exp(i)) for r, c, i in logs)
 
 
 def _estimate(effects: Array, calibrated: float) -> tuple[float, float, float]:
@@ -155,14 +155,14 @@ def _estimate(effects: Array, calibrated: float) -> tuple[float, float, float]:
 
 
 def _clocks_disagree(
-    blocks: Sequence[Block], effects: Array, ruling: BenchVerdict, sign: float
+    blocks: Sequence[Block], effects: Array, verdict: BenchVerdict, sign: float
 ) -> bool:
     """Whether an effect in time is gone or turned around in cycles.
 
     Asked of the whole session and only to take blame or praise back: dropping single blocks for it
     would keep those in which the coin helped a small effect.
     """
-    if ruling not in (BenchVerdict.REGRESSED, BenchVerdict.IMPROVED) or not any(
+    if verdict not in (BenchVerdict.REGRESSED, BenchVerdict.IMPROVED) or not any(
         b.mhz for b in blocks
     ):
         return False

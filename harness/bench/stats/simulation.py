@@ -1,4 +1,4 @@
-"""``python3 -m harness.bench.stats.simulation``: how often the rulings are right, on made-up machines.
+"""``python3 -m harness.bench.stats.simulation``: how often verdicts are right, on made-up machines.
 
 Every trial of a session is log noise of its launch (1 %), of its repeats (0.6 %, median of three),
 a drift (0.2 % a launch) and spikes (one in 25, 10 % on average), unless the row says otherwise. The
@@ -64,7 +64,7 @@ def shared_host(random: np.random.Generator, shape: tuple[int, ...]) -> Array:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulatedSession:
+class Scenario:
     """A row of the simulation: noise, true effect, design and margin."""
 
     name: str
@@ -73,7 +73,7 @@ class SimulatedSession:
     bounds: Bounds
     slowdown: float = 0.0
     second_place: float = 0.0
-    blame: float = 100.0
+    reject_null: float = 100.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,18 +84,18 @@ class Shares:
     blocks: float
 
 
-def _scenes() -> tuple[SimulatedSession, ...]:
+def _scenes() -> tuple[Scenario, ...]:
     none = Bounds(delta0=0.0, delta1=0.03, n_max=40)
     kernel = Bounds(delta0=math.log1p(0.005), delta1=math.log1p(0.03), n_max=16)
     server = Bounds(delta0=math.log1p(0.01), delta1=math.log1p(0.03), n_max=16)
     pairs, quads = Design.PAIRS, Design.QUADS
     ugly = [
-        SimulatedSession(name=f"A/A, {noise.__name__}, margin 0", noise=noise, design=pairs, bounds=none,
+        Scenario(name=f"A/A, {noise.__name__}, margin 0", noise=noise, design=pairs, bounds=none,
               second_place=SECOND_PLACE)
         for noise in (lognormal, half_cauchy, bimodal, ordinary)
     ]  # fmt: skip
     plain = [
-        SimulatedSession(name=f"{slowdown:.0%} slower, {what}", noise=ordinary, design=design,
+        Scenario(name=f"{slowdown:.0%} slower, {what}", noise=ordinary, design=design,
               bounds=bounds, slowdown=slowdown)
         for what, design, bounds in (
             ("pairs, delta0 0.5 %", pairs, kernel),
@@ -106,7 +106,7 @@ def _scenes() -> tuple[SimulatedSession, ...]:
         for slowdown in (0.0, 0.01, 0.02, 0.03, 0.05, 0.10)
     ]  # fmt: skip
     shared = [
-        SimulatedSession(name=f"{slowdown:.0%} slower, shared host, {design.name.lower()}", noise=shared_host,
+        Scenario(name=f"{slowdown:.0%} slower, shared host, {design.name.lower()}", noise=shared_host,
               design=design, bounds=kernel, slowdown=slowdown)
         for design in Design
         for slowdown in (0.0, 0.05)
@@ -118,7 +118,7 @@ SCENES = {scene.name: scene for scene in _scenes()}
 
 
 def effects(
-    scene: SimulatedSession, sessions: int, random: np.random.Generator, *, coin: bool = True
+    scene: Scenario, sessions: int, random: np.random.Generator, *, randomised: bool = True
 ) -> Array:
     """Effects of sessions of ``n_max`` blocks, [sessions, n_max], drawn trial by trial.
 
@@ -126,7 +126,7 @@ def effects(
         scene: its row.
         sessions: how many.
         random: source of noise and coins.
-        coin: whether the order is drawn; otherwise always the design's first.
+        randomised: whether the order is drawn; otherwise always the design's first.
     """
     places = len(scene.design.orders[0])
     shape = (sessions, scene.bounds.n_max, places)
@@ -134,19 +134,19 @@ def effects(
     launches = np.arange(shape[1] * places).reshape(shape[1:])
     logs = scene.noise(random, shape) + DRIFT * launches
     logs[..., 1::2] += scene.second_place
-    flips = random.choice([-1.0, 1.0], size=shape[:2]) if coin else np.ones(shape[:2])
+    flips = random.choice([-1.0, 1.0], size=shape[:2]) if randomised else np.ones(shape[:2])
     seen = (logs * signs).sum(axis=-1) / (places / 2) * flips
     return np.asarray(seen + math.log1p(scene.slowdown))
 
 
-def simulate(scene: SimulatedSession, sessions: int, seed: int = 1, *, coin: bool = True) -> Shares:
+def simulate(scene: Scenario, sessions: int, seed: int = 1, *, randomised: bool = True) -> Shares:
     """Rule on ``sessions`` made-up sessions exactly as on measured ones."""
     random = np.random.default_rng(seed)
     counts = np.zeros(len(RULINGS))
     blocks = 0
     for start in range(0, sessions, CHUNK):
-        drawn = effects(scene, min(CHUNK, sessions - start), random, coin=coin)
-        codes, used = decide(paths(drawn, scene.bounds), Thresholds(blame=scene.blame))
+        drawn = effects(scene, min(CHUNK, sessions - start), random, randomised=randomised)
+        codes, used = decide(paths(drawn, scene.bounds), Thresholds(reject_null=scene.reject_null))
         counts += np.bincount(codes, minlength=len(RULINGS))
         blocks += int(used.sum())
     shares = dict(zip(RULINGS, (counts / sessions).tolist(), strict=True))
@@ -159,10 +159,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sessions", type=count, default=10_000, help="a row (default 10000)")
     parser.add_argument("--seed", type=int, default=1, help="of the noise and the coins")
     chosen = parser.parse_args(argv)
-    print(f"{'scene':36}" + "".join(f"{ruling:>14}" for ruling in RULINGS) + f"{'blocks':>8}")
+    print(f"{'scene':36}" + "".join(f"{verdict:>14}" for verdict in RULINGS) + f"{'blocks':>8}")
     for name, scene in SCENES.items():
         found = simulate(scene, chosen.sessions, chosen.seed)
-        cells = "".join(f"{100 * found.by_ruling[ruling]:14.2f}" for ruling in RULINGS)
+        cells = "".join(f"{100 * found.by_ruling[verdict]:14.2f}" for verdict in RULINGS)
         print(f"{name:36}{cells}{found.blocks:8.1f}")
     return 0
 

@@ -18,15 +18,15 @@ class Thresholds:
     """Evidence asked for.
 
     Args:
-        blame: to say REGRESSED or IMPROVED; a false one has probability at most 1 / blame.
+        reject_null: to say REGRESSED or IMPROVED; a false one has probability at most 1 / blame.
         clear: to say OK.
     """
 
-    blame: float = 100.0
+    reject_null: float = 100.0
     clear: float = 20.0
 
     def __post_init__(self) -> None:
-        checked("blame", self.blame, above=1.0)
+        checked("blame", self.reject_null, above=1.0)
         checked("clear", self.clear, above=1.0)
 
 
@@ -73,8 +73,8 @@ def decide(
     above 1): evidence for OK always comes first, and would hide every IMPROVED otherwise. A
     session that ended on its last block without a decision has used all its blocks.
     """
-    regressed = found.regressed >= math.log(thresholds.blame)
-    improved = found.improved >= math.log(thresholds.blame)
+    regressed = found.regressed >= math.log(thresholds.reject_null)
+    improved = found.improved >= math.log(thresholds.reject_null)
     cleared = np.logical_or.accumulate(found.clear >= math.log(thresholds.clear), axis=-1)
     code = np.select([regressed, improved, cleared], [3, 2, 1], 0)
     stop = regressed | improved | (cleared & (found.improved <= 0.0))

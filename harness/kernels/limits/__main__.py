@@ -76,14 +76,14 @@ class Unchecked(CheckedKernel):
         """Everything passes."""
 
 
-def ask(probe: LimitProbe, provider: CheckedKernel, device: torch.device) -> ProbeAnswer:
+def ask(probe: LimitProbe, kernel: CheckedKernel, device: torch.device) -> ProbeAnswer:
     """Launch a probe past the provider's checks, and compare with the reference kernel."""
     call = draw(probe.shape, device)
     reference = Unchecked(REFERENCE, FUNCTIONS)
     expected = call.on(reference, out_dtype=torch.float32)
     question = (probe.capability.name, probe.what, probe.is_within)
     try:
-        obtained = call.on(Unchecked(provider.capability, provider.kernels))
+        obtained = call.on(Unchecked(kernel.capability, kernel.kernels))
         error = worst_row(obtained, expected)
     except REFUSALS as reason:
         first = str(reason).strip().partition("\n")[0][:160]

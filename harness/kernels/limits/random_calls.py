@@ -94,9 +94,9 @@ class Call:
     tensors: tuple[torch.Tensor, ...]
     options: dict[str, Any]
 
-    def on(self, provider: Kernel, **changes: Any) -> torch.Tensor:
+    def on(self, kernel: Kernel, **changes: Any) -> torch.Tensor:
         """What a provider answers."""
-        out: torch.Tensor = getattr(provider, self.entry)(*self.tensors, **self.options | changes)
+        out: torch.Tensor = getattr(kernel, self.entry)(*self.tensors, **self.options | changes)
         return out
 
 

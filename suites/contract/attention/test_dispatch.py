@@ -80,15 +80,15 @@ def case_of(family: Family, mode: Mode) -> Case:
     )
 
 
-def watch(provider: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, dict[str, Any]]]:
+def watch(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, dict[str, Any]]]:
     """Every call of a provider from now on: its entry, its query rows and its arguments.
 
     The tensors are those the kernel holds, so after a replay they show what that replay read.
     """
     calls: list[tuple[str, int, dict[str, Any]]] = []
 
-    def watched(entry: str) -> Any:
-        serve = getattr(provider, entry)
+    def traced(entry: str) -> Any:
+        serve = getattr(kernel, entry)
 
         def call(q: torch.Tensor, *caches: torch.Tensor, **arguments: Any) -> torch.Tensor:
             calls.append((entry, q.shape[0], arguments))
@@ -98,7 +98,7 @@ def watch(provider: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int
         return call
 
     for entry in ("decode", "context", "mla_decode", "mla_context"):
-        monkeypatch.setattr(provider, entry, watched(entry))
+        monkeypatch.setattr(kernel, entry, traced(entry))
     return calls
 
 
@@ -108,7 +108,7 @@ def go(bench: Bench, path: str) -> None:
         bench.backend.init_forward_metadata(bench.batch)
         bench.rig.forward(bench.batch)
         return
-    runner = build_runner(bench.subject, bench.stage, bench.rig, (BUCKET,))
+    runner = build_runner(bench.subject, bench.pool_state, bench.rig, (BUCKET,))
     runner.capture()
     if path == REPLAY:
         runner.replay(bench.batch)
@@ -118,7 +118,7 @@ def go(bench: Bench, path: str) -> None:
 def test_what_reaches_the_kernel(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     family, mode, path, entry, q_len, cut, keys = row
     bench = Bench(SUBJECT[family], case_of(family, mode))
-    calls = watch(bench.rig.provider, monkeypatch)
+    calls = watch(bench.rig.kernel, monkeypatch)
     go(bench, path)
     own = LAYERS * len(keys)
     # Once in an eager forward; a capture runs twice, the second time recorded; a replay calls none.
@@ -142,7 +142,7 @@ def test_what_reaches_the_kernel(row: Row, monkeypatch: pytest.MonkeyPatch) -> N
 
 def check_pages(bench: Bench, tables: torch.Tensor, keys: list[int], path: str) -> None:
     """Real requests read their own pages; nothing stands behind the last one, nor in padding."""
-    owned = bench.stage.world.batches[0].pages if path != CAPTURE else ()
+    owned = bench.pool_state.inputs.batches[0].pages if path != CAPTURE else ()
     for i, (row, seen) in enumerate(zip(tables.tolist(), keys, strict=True)):
         live = -(-seen // 32)
         if i < len(owned):
@@ -164,7 +164,7 @@ def test_every_mode_of_both_families_has_a_row_for_every_path() -> None:
 @pytest.mark.parametrize("family", Family)
 def test_idle_reaches_no_kernel(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(SUBJECT[family], case_of(family, Mode.IDLE))
-    calls = watch(bench.rig.provider, monkeypatch)
+    calls = watch(bench.rig.kernel, monkeypatch)
     go(bench, EAGER)
     assert calls == []
     assert bench.plans == []

@@ -106,7 +106,7 @@ def test_table_width_covers_the_round_of_draft_tokens_and_the_kernels_multiple()
     assert plan(toy_backend(), ForwardMode.DECODE, [1], 1).page_table.shape == (1, 7)
     steps = toy_backend(speculative_num_steps=6)
     assert plan(steps, ForwardMode.DECODE, [1], 1).page_table.shape == (1, 7)
-    wide = toy_backend(TRTLLMMLABackend, provider=TorchPaged(TRTLLM_GEN_MLA))
+    wide = toy_backend(TRTLLMMLABackend, kernel=TorchPaged(TRTLLM_GEN_MLA))
     assert plan(wide, ForwardMode.DECODE, [1], 1).page_table.shape == (1, 32)
 
 
@@ -143,7 +143,7 @@ def test_packed_mask_bits() -> None:
 
 @pytest.mark.parametrize("mode", [ForwardMode.TARGET_VERIFY, ForwardMode.DECODE], ids=phase_id)
 def test_a_mask_is_planned_where_the_kernel_needs_one(mode: ForwardMode) -> None:
-    planner = toy_backend(provider=TorchPaged(XQA))
+    planner = toy_backend(kernel=TorchPaged(XQA))
     mask = plan(planner, mode, [9, 8], 6).packed_mask
     assert (mask is None) == mode.is_decode()
     assert plan(toy_backend(), mode, [9, 8], 6).packed_mask is None

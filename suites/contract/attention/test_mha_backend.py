@@ -38,7 +38,7 @@ def test_every_phase_equals_dense(mode: ForwardMode, q_lens: tuple[int, int], ke
     assert torch.equal(scene.pool.k_buffer[0][batch.out_cache_loc], inputs["k"])
     assert torch.equal(scene.pool.v_buffer[0][batch.out_cache_loc], inputs["v"])
     torch.testing.assert_close(obtained, scene.expected(inputs, q_lens))
-    assert scene.provider.calls == [kernel]
+    assert scene.kernel.calls == [kernel]
 
 
 @pytest.mark.parametrize(("mode", "q_lens", "kernel"), PHASES[1:], ids=phase_id)
@@ -169,7 +169,7 @@ def test_the_context_kernel_peer_uses_the_context_kernel_and_agrees(mode: Forwar
     batch, inputs = scene.batch(mode, (3, 3)), scene.inputs(6)
     obtained = scene.run(batch, inputs, scene.layer)
     torch.testing.assert_close(obtained, scene.expected(inputs, (3, 3)))
-    assert scene.provider.calls == ["context"]
+    assert scene.kernel.calls == ["context"]
 
 
 @pytest.mark.parametrize("kind", [TRTLLMHAAttnBackend, VerifyFixUpMHABackend])

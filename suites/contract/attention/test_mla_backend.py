@@ -49,7 +49,7 @@ def test_every_phase_equals_dense_and_pads_with_zeros(
     assert scene.pool.kv_buffer[0].isfinite().all()
     torch.testing.assert_close(obtained[:tokens], scene.expected(inputs, q_lens))
     assert torch.equal(obtained[tokens:], torch.zeros(2, 4 * RANK))
-    assert scene.provider.calls == [kernel]
+    assert scene.kernel.calls == [kernel]
 
 
 @pytest.mark.parametrize(("mode", "q_lens", "kernel"), PHASES[1:], ids=phase_id)

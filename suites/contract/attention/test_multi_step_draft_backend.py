@@ -42,7 +42,7 @@ LOCS = torch.stack((slots(1, 7, 10), slots(3, 4, 7)), 1).flatten()
 def backend(kind: type[PagedMultiStepDraftBackend], **changes: Any) -> PagedMultiStepDraftBackend:
     is_mha = kind is TRTLLMHAAttnMultiStepDraftBackend
     arguments = {
-        "provider": TorchPaged(REFERENCE),
+        "kernel": TorchPaged(REFERENCE),
         "req_to_token_pool": request_table(),
         "token_to_kv_pool": mha_pool() if is_mha else mla_pool(),
         "max_context_len": CONTEXT,

@@ -33,7 +33,7 @@ BACKENDS: tuple[type[AttentionBackend], ...] = (
 )
 # peer, the subject it undoes an optimization of, modes, and the count it must exceed
 UNDONE = (
-    ("trtllm_mla-host_lengths/trtllm_gen", MLA, "host_reads"),
+    ("trtllm_mla-host_lengths/trtllm_gen", MLA, "host_syncs"),
     ("trtllm_mla-kv_indices/trtllm_gen", MLA, "planning"),
     ("trtllm_mha-context_kernel/trtllm_gen", MHA, "context_kernels"),
     ("trtllm_mha-dead_topk/xqa", XQA, "topk"),
@@ -109,7 +109,7 @@ def test_an_mla_replay_neither_has_nor_misses_a_host_mirror(mode: Mode) -> None:
     runner = own.captured(BUCKET)
     with observe() as effects:
         runner.replay(own.batch)
-    assert effects.host_reads == []
+    assert effects.host_syncs == []
 
 
 def test_the_mask_is_one_buffer_of_exactly_the_largest_verify() -> None:
@@ -180,10 +180,10 @@ def test_the_hook_of_a_planned_target_verify_writes_nothing(
     versions = [tensor._version for tensor in tensors]
     with observe() as effects:
         own.backend.update_verify_buffers_to_fill_after_draft(own.batch.spec_info, BUCKET)
-    is_peer = "fix_up" in subject
-    assert bool(effects.operations) is is_peer
-    assert ([tensor._version for tensor in tensors] != versions) is is_peer
-    assert effects.host_reads == []
+    is_baseline = "fix_up" in subject
+    assert bool(effects.operations) is is_baseline
+    assert ([tensor._version for tensor in tensors] != versions) is is_baseline
+    assert effects.host_syncs == []
 
 
 @pytest.mark.parametrize("subject", [MHA, XQA, MLA])

@@ -25,12 +25,12 @@ REAL = tuple(dict.fromkeys(c for c in CAPABILITIES.values() if c is not REFERENC
 
 @pytest.mark.parametrize("probe", probes(REAL), ids=lambda p: f"{p.capability.name}-{p.what}")
 def test_the_emulation_refuses_exactly_what_is_beyond(probe: LimitProbe) -> None:
-    call, provider = draw(probe.shape), TorchPaged(probe.capability)
+    call, kernel = draw(probe.shape), TorchPaged(probe.capability)
     if probe.is_within:
-        call.on(provider)
+        call.on(kernel)
         return
     with pytest.raises(KernelRefusal, match=f"^{probe.capability.name} "):
-        call.on(provider)
+        call.on(kernel)
 
 
 def test_every_kernel_has_probes_on_both_sides() -> None:
@@ -54,7 +54,7 @@ def is_off(*args: torch.Tensor, **call: object) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("provider", "is_within", "verdict", "said"),
+    ("kernel", "is_within", "verdict", "said"),
     [
         (kernel(), True, "right", "error "),
         (kernel(), False, "stricter than the kernel", "error "),
@@ -64,10 +64,10 @@ def is_off(*args: torch.Tensor, **call: object) -> torch.Tensor:
         (kernel(decode=is_off), False, "right", "error 2."),
     ],
 )
-def test_verdicts(provider: CheckedKernel, is_within: bool, verdict: str, said: str) -> None:
+def test_verdicts(kernel: CheckedKernel, is_within: bool, verdict: str, said: str) -> None:
     # 17 queries and no mask: refused by every check on the way.
     probe = LimitProbe(XQA, "q_len 17", is_within, Shape(entry="decode", q_len=17, masked=False))
-    answer = limits.ask(probe, provider, CPU)
+    answer = limits.ask(probe, kernel, CPU)
     assert answer.verdict == verdict
     assert answer.said.startswith(said)
     assert "\n" not in answer.said

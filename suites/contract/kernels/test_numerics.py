@@ -12,8 +12,8 @@ from harness.core.case import Case, KVDtype, Mode
 from harness.core.numerics import LARGE, PLAIN, Numerics
 from harness.core.tolerance import budget
 from harness.differential.expected import expect
-from harness.differential.inputs import make_world
-from harness.differential.pool_state import set_stage
+from harness.differential.inputs import make_trial_inputs
+from harness.differential.pool_state import make_pool_state
 from harness.oracle import low_precision_attend
 from harness.subjects import find_subject
 
@@ -56,9 +56,9 @@ def test_what_stands_for_nan_is_finite_and_far_off(dtype: torch.dtype) -> None:
 
 
 def test_a_stage_is_poisoned_by_what_it_is_told() -> None:
-    stage = set_stage(make_world(FP8_VERIFY), unread=LARGE)
-    assert all(buffer.float().isfinite().all() for buffer in stage.buffers().values())
-    assert any((buffer.float() == 384).any() for buffer in stage.buffers().values())
+    pool_state = make_pool_state(make_trial_inputs(FP8_VERIFY), unread=LARGE)
+    assert all(buffer.float().isfinite().all() for buffer in pool_state.buffers().values())
+    assert any((buffer.float() == 384).any() for buffer in pool_state.buffers().values())
 
 
 def test_fp8_weights_are_rounded_relative_to_the_largest() -> None:
@@ -73,8 +73,8 @@ def test_fp8_weights_are_rounded_relative_to_the_largest() -> None:
 
 
 def expected(case: Case, numerics: Numerics) -> tuple[torch.Tensor, torch.Tensor]:
-    world = make_world(case)
-    found = expect(world, world.batches[0], numerics=numerics)
+    inputs = make_trial_inputs(case)
+    found = expect(inputs, inputs.batches[0], numerics=numerics)
     return found.oracle.hidden_states, found.reference.hidden_states
 
 

@@ -31,9 +31,9 @@ def _packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "SIZES", sizes)
 
 
-def assert_agrees(provider: CheckedKernel, shape: Shape, seed: int = 0) -> None:
+def assert_agrees(kernel: CheckedKernel, shape: Shape, seed: int = 0) -> None:
     call = draw(shape, seed=seed)
-    obtained = call.on(provider)
+    obtained = call.on(kernel)
     reference = TorchPaged(replace(REFERENCE, casts_query_to_kv_dtype=shape.fp8_query))
     expected = call.on(reference, out_dtype=torch.float32)
     assert obtained.dtype == call.options["out_dtype"]
@@ -42,9 +42,9 @@ def assert_agrees(provider: CheckedKernel, shape: Shape, seed: int = 0) -> None:
 
 @pytest.mark.parametrize(("kind", "shape"), ROWS, ids=row_id)
 def test_every_entry_agrees_with_the_reference(kind, shape: Shape) -> None:
-    provider = kind("cuda")
-    assert_agrees(provider, shape)
-    assert provider.calls == [shape.entry]
+    kernel = kind("cuda")
+    assert_agrees(kernel, shape)
+    assert kernel.calls == [shape.entry]
     assert check_semaphores(workspace.shared_workspaces()) == []
 
 
@@ -61,8 +61,8 @@ def test_one_plan_serves_every_batch_of_its_geometry(
 ) -> None:
     """Lengths, pages and cuts change under the plan; only the index tensors are refilled."""
     monkeypatch.setattr(torch.Tensor, "scatter_", backwards)
-    provider = FlashInferXQA("cuda")
-    context = provider.kernels["context"]
+    kernel = FlashInferXQA("cuda")
+    context = kernel.kernels["context"]
     first = replace(CONTEXT, lengths=(300, 37, 131), q_len=21, sinks=sinks)
     call = draw(first)
     for lengths, q_lens in (((300, 37, 131), (21, 19, 17)), ((21, 300, 1), (21, 0, 1))):
@@ -71,7 +71,7 @@ def test_one_plan_serves_every_batch_of_its_geometry(
         changes = {"cu_seqlens_q": ends, "block_tables": widened(other, call)}
         changes["max_q_len"] = 21
         options = other.options | changes
-        obtained = provider.context(*other.tensors, **options)
+        obtained = kernel.context(*other.tensors, **options)
         expected = TorchPaged(REFERENCE).context(
             *other.tensors, **options | {"out_dtype": torch.float32}
         )
@@ -86,10 +86,10 @@ def widened(call, like) -> torch.Tensor:
 
 
 def test_another_geometry_has_a_plan_of_its_own() -> None:
-    provider = FlashInferXQA("cuda")
+    kernel = FlashInferXQA("cuda")
     for shape in (CONTEXT, replace(CONTEXT, window_left=9), replace(CONTEXT, q_len=19), CONTEXT):
-        assert_agrees(provider, shape)
-    assert len(provider.kernels["context"]._plans) == 3
+        assert_agrees(kernel, shape)
+    assert len(kernel.kernels["context"]._plans) == 3
 
 
 def test_variants_with_sinks_are_built_for_each_head_size() -> None:
@@ -108,7 +108,7 @@ def test_variants_with_sinks_are_built_for_each_head_size() -> None:
     ids=row_id,
 )
 def test_nothing_is_launched_for_no_request(kind, shape: Shape) -> None:
-    call, provider = draw(shape), kind("cuda")
+    call, kernel = draw(shape), kind("cuda")
     nothing = {"batch_size": 0} if shape.entry.endswith("context") else {}
     for name in ("block_tables", "seq_lens"):
         nothing[name] = call.options[name][:0]
@@ -116,7 +116,7 @@ def test_nothing_is_launched_for_no_request(kind, shape: Shape) -> None:
         if name in call.options:
             nothing[name] = call.options[name][:1]
     q, *caches = call.tensors
-    provider.kernels = {}
-    out = getattr(provider, shape.entry)(q[:0], *caches, **call.options | nothing)
+    kernel.kernels = {}
+    out = getattr(kernel, shape.entry)(q[:0], *caches, **call.options | nothing)
     value_dim = 512 if caches[1:] == [] else 64
     assert out.shape == (0, shape.heads, value_dim)

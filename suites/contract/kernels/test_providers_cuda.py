@@ -46,9 +46,9 @@ def assert_agrees(obtained: torch.Tensor, call: Call, shape: Shape) -> None:
 def test_every_entry_agrees_with_the_reference(
     cuda: torch.device, kind: Kind, shape: Shape
 ) -> None:
-    provider, call = made(kind, cuda), draw(shape, cuda)
+    kernel, call = made(kind, cuda), draw(shape, cuda)
     for _ in range(2):
-        assert_agrees(call.on(provider), call, shape)
+        assert_agrees(call.on(kernel), call, shape)
 
 
 CAPTURED = (
@@ -78,14 +78,14 @@ def next_batch(call: Call, turn: int) -> None:
 
 @pytest.mark.parametrize(("kind", "shape"), CAPTURED, ids=row_id)
 def test_a_captured_call_follows_its_tensors(cuda: torch.device, kind: Kind, shape: Shape) -> None:
-    provider, call = made(kind, cuda), draw(shape, cuda)
+    kernel, call = made(kind, cuda), draw(shape, cuda)
     side, graph = torch.cuda.Stream(cuda), torch.cuda.CUDAGraph()
     side.wait_stream(torch.cuda.current_stream(cuda))
     with torch.cuda.stream(side):
-        call.on(provider)
+        call.on(kernel)
     torch.cuda.current_stream(cuda).wait_stream(side)
     with torch.cuda.graph(graph):
-        out = call.on(provider)
+        out = call.on(kernel)
     for turn in range(12):
         next_batch(call, turn)
         out.fill_(torch.nan)
@@ -94,10 +94,10 @@ def test_a_captured_call_follows_its_tensors(cuda: torch.device, kind: Kind, sha
 
 
 def test_contexts_between_decodes_leave_the_semaphores_alone(cuda: torch.device) -> None:
-    provider = FlashInferXQA(cuda)
+    kernel = FlashInferXQA(cuda)
     calls = [draw(replace(shape, lengths=(4000, 37)), cuda) for shape in (DECODE, CONTEXT)]
-    first = [call.on(provider) for call in calls]
+    first = [call.on(kernel) for call in calls]
     for _ in range(5):
         for call, expected in zip(calls, first, strict=True):
-            assert torch.equal(call.on(provider), expected)
+            assert torch.equal(call.on(kernel), expected)
             assert check_semaphores(shared_workspaces()) == []

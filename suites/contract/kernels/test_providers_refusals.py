@@ -107,7 +107,7 @@ def test_the_device_has_its_index(gpu: Any) -> None:
 
 
 @pytest.fixture
-def provider(monkeypatch: pytest.MonkeyPatch) -> FlashInferXQA:
+def kernel(monkeypatch: pytest.MonkeyPatch) -> FlashInferXQA:
     """XQA on fakes, on the CPU."""
     for name, fake in MODULES.items():
         monkeypatch.setitem(sys.modules, name, fake)
@@ -131,25 +131,25 @@ def provider(monkeypatch: pytest.MonkeyPatch) -> FlashInferXQA:
     ],
     ids=lambda shape: shape.entry,
 )
-def test_it_refuses_what_its_emulation_refuses(provider: FlashInferXQA, shape: Shape) -> None:
-    call, provider.kernels = draw(shape), {}
+def test_it_refuses_what_its_emulation_refuses(kernel: FlashInferXQA, shape: Shape) -> None:
+    call, kernel.kernels = draw(shape), {}
     with pytest.raises(KernelRefusal, match=f"^xqa {shape.entry}: ") as real:
-        call.on(provider)
+        call.on(kernel)
     with pytest.raises(KernelRefusal) as emulated:
-        call.on(TorchPaged(provider.capability))
+        call.on(TorchPaged(kernel.capability))
     assert str(real.value) == str(emulated.value)
-    assert provider.calls == []
+    assert kernel.calls == []
 
 
 def test_a_geometry_first_seen_during_capture(
-    monkeypatch: pytest.MonkeyPatch, provider: FlashInferXQA
+    monkeypatch: pytest.MonkeyPatch, kernel: FlashInferXQA
 ) -> None:
     shape = Shape(entry="context", q_len=5)
-    draw(shape).on(provider)
+    draw(shape).on(kernel)
     monkeypatch.setattr(flashinfer_prefill, "is_readable", lambda _: False)
-    draw(shape).on(provider)
+    draw(shape).on(kernel)
     with pytest.raises(CaptureViolation, match=r"planned during capture.* max_q_len 7, .*"):
-        draw(replace(shape, q_len=7)).on(provider)
+        draw(replace(shape, q_len=7)).on(kernel)
 
 
 def test_workspaces_are_zeroed_once_and_shared_by_a_family(monkeypatch: pytest.MonkeyPatch) -> None:

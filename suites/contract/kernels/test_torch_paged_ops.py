@@ -16,7 +16,7 @@ from harness.kernels.reference import TorchPaged
 
 
 @pytest.fixture
-def provider() -> TorchPaged:
+def kernel() -> TorchPaged:
     torch.manual_seed(7)
     return TorchPaged(REFERENCE)
 
@@ -35,7 +35,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def entries(provider: TorchPaged, device: str = "cpu") -> dict[str, Any]:
+def entries(kernel: TorchPaged, device: str = "cpu") -> dict[str, Any]:
     """Every entry by name, called once when called."""
 
     def move(call: dict[str, Any]) -> dict[str, Any]:
@@ -45,28 +45,28 @@ def entries(provider: TorchPaged, device: str = "cpu") -> dict[str, Any]:
     mla = [t.to(device) for t in (torch.randn(6, HEADS, 20), mla_pool().get_key_buffer(0))]
     rank = {"kv_lora_rank": RANK}
     return {
-        "paged_decode": partial(provider.decode, *mha, **move(uniform())),
-        "paged_context": partial(provider.context, *mha, **move(ragged((2, 4)))),
-        "mla_decode": partial(provider.mla_decode, *mla, **move(uniform(**rank))),
-        "mla_context": partial(provider.mla_context, *mla, **move(ragged((2, 4), **rank))),
+        "paged_decode": partial(kernel.decode, *mha, **move(uniform())),
+        "paged_context": partial(kernel.context, *mha, **move(ragged((2, 4)))),
+        "mla_decode": partial(kernel.mla_decode, *mla, **move(uniform(**rank))),
+        "mla_context": partial(kernel.mla_context, *mla, **move(ragged((2, 4), **rank))),
     }
 
 
 @pytest.mark.parametrize("name", ["paged_decode", "paged_context", "mla_decode", "mla_context"])
-def test_every_entry_is_one_opaque_operation(provider: TorchPaged, name: str) -> None:
-    call = entries(provider)[name]
+def test_every_entry_is_one_opaque_operation(kernel: TorchPaged, name: str) -> None:
+    call = entries(kernel)[name]
     with Recorder() as recorder:
         call()
     assert recorder.names == [f"specgate.{name}.default"]
-    on_meta = entries(provider, "meta")[name]()
+    on_meta = entries(kernel, "meta")[name]()
     assert on_meta.shape == call().shape
     assert on_meta.dtype == torch.float32
 
 
 def test_a_captured_stream_is_never_read(
-    provider: TorchPaged, monkeypatch: pytest.MonkeyPatch
+    kernel: TorchPaged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = entries(provider)
+    calls = entries(kernel)
     wanted = {name: call() for name, call in calls.items()}
     for module in ("paged_kv", "value_checks", "torch_ops", "torch_attention"):
         monkeypatch.setattr(f"harness.kernels.{module}.is_readable", lambda _: False)

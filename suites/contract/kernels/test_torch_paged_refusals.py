@@ -209,9 +209,9 @@ def row_id(value: object) -> str | None:
 
 @pytest.mark.parametrize(("capability", "change", "text"), DECODE_ROWS, ids=row_id)
 def test_decode(capability: Capability, change: Callable[[Call], Call], text: str) -> None:
-    call, provider = decode_call(), TorchPaged(capability)
+    call, kernel = decode_call(), TorchPaged(capability)
     with pytest.raises(KernelRefusal, match=text):
-        provider.decode(**call | change(call))
+        kernel.decode(**call | change(call))
 
 
 @pytest.mark.parametrize(("change", "text"), CONTEXT_ROWS, ids=row_id)
@@ -239,17 +239,17 @@ def test_mla_context() -> None:
 
 @pytest.mark.parametrize("capability", [REFERENCE, XQA, TRTLLM_GEN_MHA], ids=lambda c: c.name)
 def test_what_is_accepted(capability: Capability) -> None:
-    provider = TorchPaged(capability)
-    provider.decode(**decode_call())
-    provider.context(**context_call())
-    assert provider.calls == ["decode", "context"]
+    kernel = TorchPaged(capability)
+    kernel.decode(**decode_call())
+    kernel.context(**context_call())
+    assert kernel.calls == ["decode", "context"]
 
 
 def test_a_refused_call_is_not_logged() -> None:
-    provider = TorchPaged(XQA)
+    kernel = TorchPaged(XQA)
     with pytest.raises(KernelRefusal):
-        provider.decode(**decode_call() | {"packed_mask": None})
-    assert provider.calls == []
+        kernel.decode(**decode_call() | {"packed_mask": None})
+    assert kernel.calls == []
 
 
 def test_fp8_query_where_the_kernel_wants_one() -> None:

@@ -20,7 +20,9 @@ class Client:
     """Knows the recorded answers of a pair, but for one token of one prompt."""
 
     def __init__(self, pair, wrong=None, place=0):
-        self.due = {text: load_prompt(pair, i).token_ids for i, text in enumerate(prompts(pair))}
+        self.open_session = {
+            text: load_prompt(pair, i).token_ids for i, text in enumerate(prompts(pair))
+        }
         self.wrong, self.place = wrong, place
         self.asked, self.most, self.together = [], 0, 0
         self.lock = threading.Lock()
@@ -34,7 +36,7 @@ class Client:
         self.both.wait(timeout=10)
         with self.lock:
             self.together -= 1
-        tokens = list(self.due[text][:max_new_tokens])
+        tokens = list(self.open_session[text][:max_new_tokens])
         if text == self.wrong:
             tokens[self.place] += 1
         return replace(NOTHING, output_ids=tuple(tokens))

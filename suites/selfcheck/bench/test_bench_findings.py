@@ -12,7 +12,7 @@ from harness.bench.analysis import findings, verdict
 from harness.bench.jsonl import append
 from harness.bench.session_records import ArmFacts, CasePlan, Role, Session, Trial
 from harness.bench.stats.bench_verdict import BenchVerdict
-from harness.bench.stats.design import Design, toss
+from harness.bench.stats.design import Design, draw_order
 from harness.bench.stats.stopping import Thresholds
 from harness.bench.stats.validity import Conditions
 from harness.core.environment import environment
@@ -44,7 +44,7 @@ def records(
     append(path, session)
     for index in range(blocks):
         failed = ("NotReady: it ended with 137",) if index in lost else ()
-        for place, arm in enumerate(toss("1", index, design)):
+        for place, arm in enumerate(draw_order("1", index, design)):
             side = "AB".index(arm)
             gone = failed if side else ()
             trial = Trial(
@@ -65,9 +65,9 @@ def judged(path):
 
 def test_an_effect_that_is_gone_in_cycles_is_not_believed(tmp_path):
     records(tmp_path / "same", mhz=(1980.0, 1980.0))
-    assert judged(tmp_path / "same").ruling is BenchVerdict.REGRESSED
+    assert judged(tmp_path / "same").verdict is BenchVerdict.REGRESSED
     records(tmp_path / "slow_clock", mhz=(1980.0, 1980.0 / 1.06))
-    assert judged(tmp_path / "slow_clock").ruling is BenchVerdict.INVALID
+    assert judged(tmp_path / "slow_clock").verdict is BenchVerdict.INVALID
     records(tmp_path / "half", mhz=(1980.0, None))
     assert "mhz: sampled in some trials only" in judged(tmp_path / "half").reasons
 
@@ -75,17 +75,17 @@ def test_an_effect_that_is_gone_in_cycles_is_not_believed(tmp_path):
 @pytest.mark.parametrize(
     ("role", "ruling"), [(Role.SAME, BenchVerdict.INVALID), (Role.CANDIDATE, BenchVerdict.OK)]
 )
-def test_equal_arms_that_launch_unequal_kernels_are_invalid(tmp_path, role, ruling):
+def test_equal_arms_that_launch_unequal_kernels_are_invalid(tmp_path, role, verdict):
     path = tmp_path / "bench.jsonl"
     records(path, ratio=1.0, counts=({"kernels": 7}, {"kernels": 8}), role=role)
-    assert judged(path).ruling is ruling
+    assert judged(path).verdict is verdict
     assert judged(path).reasons[0] == "count kernels: A 7, B 8"
 
 
 def test_a_night_says_why_its_control_failed(tmp_path):
     path = tmp_path / "bench.jsonl"
     counts = ({"spec_verify_ct": 52}, {"spec_verify_ct": 53})
-    records(path, counts=counts, role=Role.PLANTED)
+    records(path, counts=counts, role=Role.INJECTED)
     planted = findings(compare.read(path))
     records(tmp_path / "same", ratio=1.0)
     same = findings(compare.read(tmp_path / "same"))
@@ -110,9 +110,9 @@ def test_every_trial_of_an_arm_is_counted(tmp_path):
 def test_a_launch_that_failed_loses_its_block_alone(tmp_path):
     path = tmp_path / "bench.jsonl"
     counts = {"spec_verify_ct": 52}
-    records(path, counts=(counts, counts), role=Role.PLANTED, lost=(3,))
+    records(path, counts=(counts, counts), role=Role.INJECTED, lost=(3,))
     found = judged(path)
-    assert found.ruling is BenchVerdict.REGRESSED
+    assert found.verdict is BenchVerdict.REGRESSED
     assert len(found.effects) == 15
     assert found.reasons[0] == "NotReady: it ended with 137"
     assert not [why for why in found.reasons if why.startswith("count")]
@@ -124,7 +124,7 @@ def test_records_that_do_not_belong_together_are_refused(tmp_path):
         findings([trial])
     with pytest.raises(UsageError, match="session = 's'"):
         findings([session, session])
-    assert findings([session])[0].ruling is BenchVerdict.INCONCLUSIVE
+    assert findings([session])[0].verdict is BenchVerdict.INCONCLUSIVE
 
 
 def test_compare_judges_a_file_again(tmp_path, capsys):
@@ -139,9 +139,9 @@ def test_compare_judges_a_file_again(tmp_path, capsys):
 
 def test_the_example_is_judged_as_its_report_says():
     night = verdict(findings(compare.read(EXAMPLE)))
-    ruled = {(f.role, f.metric): f.ruling for f in night.findings}
-    assert night.ruling is ruled[Role.CANDIDATE, "step_time"] is BenchVerdict.IMPROVED
-    assert ruled[Role.PLANTED, "step_time"] is BenchVerdict.REGRESSED
+    ruled = {(f.role, f.metric): f.verdict for f in night.findings}
+    assert night.verdict is ruled[Role.CANDIDATE, "step_time"] is BenchVerdict.IMPROVED
+    assert ruled[Role.INJECTED, "step_time"] is BenchVerdict.REGRESSED
     assert ruled[Role.SAME, "step_time"] is BenchVerdict.INCONCLUSIVE
     assert ruled[Role.CANDIDATE, "accept_length"] is ruled[Role.SAME, "ttft"] is BenchVerdict.OK
 

@@ -58,7 +58,7 @@ def outcome(case: Xml.Element) -> list[str]:
 
 
 def test_rulings_are_those_of_the_planted_effects(moved: BenchReport) -> None:
-    ruled = {row.case: row.ruling for row in moved.judged if row.ruling is not BenchVerdict.OK}
+    ruled = {row.case: row.verdict for row in moved.judged if row.verdict is not BenchVerdict.OK}
     assert ruled == {
         f"{BS8}/tpot": BenchVerdict.REGRESSED,
         f"{BS8}/step_time": BenchVerdict.REGRESSED,
@@ -102,7 +102,7 @@ def test_few_blocks_are_inconclusive_and_skipped_with_a_message() -> None:
     assert {tuple(outcome(case)) for case in found.values()} == {("error",)}
     assert few.title == "INVALID"  # the planted slowdown cannot be seen in three blocks
     alone = [replace(row, finding=replace(row.finding, evidence=e)) for row in few.judged[:1]
-             for e in [replace(row.evidence, ruling=BenchVerdict.INCONCLUSIVE)]]  # fmt: skip
+             for e in [replace(row.evidence, verdict=BenchVerdict.INCONCLUSIVE)]]  # fmt: skip
     [case] = cases(junit.document(alone)).values()
     assert outcome(case) == ["skipped"]
     assert "inconclusive" in case.find("skipped").attrib["message"]  # type: ignore[union-attr]
@@ -178,7 +178,7 @@ def test_latencies_that_are_none_are_refused(
 def test_dropped_blocks_are_told(moved: BenchReport) -> None:
     dropped = book(MOVED, blocks=12, invalid=(2, 7), workloads=ONE)
     [row] = [row for row in dropped.judged if row.case == f"{BS8}/tpot"]
-    assert (row.evidence.dropped, row.ruling) == (2, BenchVerdict.REGRESSED)
+    assert (row.evidence.dropped, row.verdict) == (2, BenchVerdict.REGRESSED)
     assert "(+2 dropped)" in github.summary(dropped)
     assert dropped.dropped == ["candidate: 2 blocks dropped (a request failed)"]
     assert f"* {dropped.dropped[0]}" in github.summary(dropped).splitlines()

@@ -31,10 +31,10 @@ class Gpu:
 def test_a_probe_tells_what_the_gpu_did_and_who_else_computed(monkeypatch):
     monkeypatch.setattr(machine_monitor, "PERIOD_S", 0.001)
     fake = Gpu()
-    with MachineMonitor(gpu=fake, present=frozenset({10})) as watched:
+    with MachineMonitor(gpu=fake, present=frozenset({10})) as traced:
         while fake.reads < 5:
             time.sleep(0.001)
-    facts = watched.facts()
+    facts = traced.facts()
     assert facts["foreign_processes"] == 2  # 10 was there before any server, 99 came
     assert facts["throttled"] == ("power brake",)
     assert facts["capped"] == pytest.approx(1 / fake.reads)
@@ -47,15 +47,15 @@ def test_without_a_gpu_only_the_host_is_told_and_our_own_work_is_no_load(monkeyp
     clocks = iter([(0.0, 100.0, 10.0), (10.0, 109.0, 16.0)])
     monkeypatch.setattr(MachineMonitor, "_clocks", lambda _: next(clocks))
     monkeypatch.setattr(machine_monitor.psutil, "cpu_count", lambda: 2)
-    with MachineMonitor() as watched:
+    with MachineMonitor() as traced:
         pass
     # Nine seconds of work in ten, six of them ours, on two cores.
-    assert watched.facts() == {"load": pytest.approx(0.15)}
+    assert traced.facts() == {"load": pytest.approx(0.15)}
 
 
 def test_our_work_is_that_of_this_process_and_of_the_servers():
-    with MachineMonitor(leaders=[2**22 - 1]) as watched:
-        wall, busy, own = watched._clocks()
+    with MachineMonitor(leaders=[2**22 - 1]) as traced:
+        wall, busy, own = traced._clocks()
     assert wall > 0
     assert 0.0 < own <= busy
 

@@ -14,7 +14,7 @@ from suites.selfcheck.bench.test_bench_findings import judged, records
 
 
 def test_a_selfcheck_counts_what_was_left_alone_and_what_was_found(tmp_path):
-    records(tmp_path / "bench.jsonl", blocks=8, role=Role.PLANTED)
+    records(tmp_path / "bench.jsonl", blocks=8, role=Role.INJECTED)
     planted = judged(tmp_path / "bench.jsonl")
     records(tmp_path / "same.jsonl", ratio=1.0)
     same = judged(tmp_path / "same.jsonl")
@@ -42,7 +42,7 @@ def test_a_selfcheck_runs_the_command_a_user_types(tmp_path, monkeypatch, capsys
         same, planted = tmp_path / "same", tmp_path / "planted"
         for path, slower, role, name in (
             (same, 1.0, Role.SAME, "x"),
-            (planted, ratio, Role.PLANTED, "y"),
+            (planted, ratio, Role.INJECTED, "y"),
         ):
             records(path, ratio=slower, role=role)
             out.write_text(

@@ -23,7 +23,7 @@ def test_one_block_of_both_controls(tmp_path, capsys, monkeypatch):
     lines = list(read(out))
     sessions = [line for line in lines if isinstance(line, Session)]
     trials = [line for line in lines if isinstance(line, Trial)]
-    assert [session.role for session in sessions] == [Role.SAME, Role.PLANTED]
+    assert [session.role for session in sessions] == [Role.SAME, Role.INJECTED]
     assert {(session.warm_ups, session.passes) for session in sessions} == {(1, 1)}
     assert "--slowdown" in sessions[1].b.command
     assert len(trials) == 4

@@ -16,7 +16,7 @@ from harness.bench.plan import Setup, scales
 from harness.bench.session import BenchRun
 from harness.bench.session_records import Role, Session, Trial, Workload
 from harness.bench.stats.bench_verdict import BenchVerdict
-from harness.bench.stats.design import Design, toss
+from harness.bench.stats.design import Design, draw_order
 from harness.bench.stats.validity import Conditions
 from harness.core.environment import environment
 from harness.errors import ContractError, ServerError, UsageError
@@ -53,21 +53,21 @@ class Lab:
             "harness.bench.arms.Arm.start", lambda arm, log: FakeServer(self, log, arm)
         )
 
-    def measure(self, seat, arm, server, workload):
+    def measure(self, slot, arm, server, workload):
         assert server in self.up
         self.most_up = max(self.most_up, len(self.up))
-        self.events.append(("measure", seat, workload.id))
-        if seat.session != "rehearsal":
+        self.events.append(("measure", slot, workload.id))
+        if slot.session != "rehearsal":
             self.trials += 1
         if self.trials > self.stop_after:
             raise KeyboardInterrupt
-        noise = random.Random(f"{seat}{workload.id}").gauss(0.0, 0.01)
+        noise = random.Random(f"{slot}{workload.id}").gauss(0.0, 0.01)
         extra = (self.planted if arm.slowdown else 0.0) + (self.slower if arm.url[-1] == "8" else 0)
         time = 10.0 * (1 + extra) * (1 + noise) * (1 + 0.002 * self.trials)
         values = {"output_throughput": 1e3 / time, "accept_length": 2.0, "itl": 1.0}
         wrong = ("dead",) if self.dead else ()
         return Trial(
-            **vars(seat),
+            **vars(slot),
             workload=workload.id,
             metrics={} if wrong else values | dict.fromkeys(self.metrics, time),
             samples=(),
@@ -110,34 +110,34 @@ def test_so_many_blocks_as_asked_for_or_else_as_the_margin_says(tmp_path, monkey
     assert {case.bounds.n_max for case in session.cases} == {most}
 
 
-def rulings(found, role):
-    return {f.metric: f.ruling for f in found if f.role is role}
+def verdicts(found, role):
+    return {f.metric: f.verdict for f in found if f.role is role}
 
 
 def test_equal_arms_are_ok_and_the_planted_slowdown_is_found(tmp_path, monkeypatch):
     found = Lab(monkeypatch).run(tmp_path / "bench.jsonl")
-    assert set(rulings(found, Role.CANDIDATE).values()) == {BenchVerdict.OK}
-    assert set(rulings(found, Role.SAME)) == {
+    assert set(verdicts(found, Role.CANDIDATE).values()) == {BenchVerdict.OK}
+    assert set(verdicts(found, Role.SAME)) == {
         "step_time", "tpot", "output_throughput", "accept_length"
     }  # fmt: skip
-    assert rulings(found, Role.PLANTED) == dict.fromkeys(
+    assert verdicts(found, Role.INJECTED) == dict.fromkeys(
         ("step_time", "tpot"), BenchVerdict.REGRESSED
     )
     night = verdict(found)
-    assert (night.ruling, night.reasons) == (BenchVerdict.OK, ())
+    assert (night.verdict, night.reasons) == (BenchVerdict.OK, ())
     assert all(f.mde and 0.01 < f.mde < 0.06 for f in found if f.metric == "tpot")
     assert findings(read(tmp_path / "bench.jsonl")) == found
     # Four cases: 80 would do, none asks for less than 100; A/A pays for two directions and 1 %.
-    asked = {f.role: f.session.thresholds.blame for f in found}
-    assert asked == pytest.approx({Role.CANDIDATE: 100, Role.SAME: 800, Role.PLANTED: 100})
+    asked = {f.role: f.session.thresholds.reject_null for f in found}
+    assert asked == pytest.approx({Role.CANDIDATE: 100, Role.SAME: 800, Role.INJECTED: 100})
     assert set(scales(found)) == {("small", f.metric) for f in found if f.role is Role.SAME}
 
 
 def test_a_slower_candidate_is_blamed_for_time_and_throughput_alone(tmp_path, monkeypatch):
     found = Lab(monkeypatch, slower=0.06).run(tmp_path / "bench.jsonl")
     night = verdict(found)
-    assert night.ruling is BenchVerdict.REGRESSED
-    assert rulings(night.findings, Role.CANDIDATE) == {
+    assert night.verdict is BenchVerdict.REGRESSED
+    assert verdicts(night.findings, Role.CANDIDATE) == {
         "step_time": BenchVerdict.REGRESSED,
         "tpot": BenchVerdict.REGRESSED,
         "output_throughput": BenchVerdict.REGRESSED,
@@ -151,28 +151,28 @@ def test_a_slower_candidate_is_blamed_for_time_and_throughput_alone(tmp_path, mo
     ("lab", "roles", "why"),
     [
         ({"planted": 0.0}, tuple(Role), "control planted slowdown: ok instead of regressed"),
-        ({}, (Role.CANDIDATE, Role.PLANTED), "control A/A: missing"),
+        ({}, (Role.CANDIDATE, Role.INJECTED), "control A/A: missing"),
         ({}, (Role.CANDIDATE, Role.SAME), "control planted slowdown: missing"),
     ],
 )
 def test_a_night_without_working_controls_is_invalid(tmp_path, monkeypatch, lab, roles, why):
     night = verdict(Lab(monkeypatch, **lab).run(tmp_path / "bench.jsonl", roles=roles))
-    assert night.ruling is BenchVerdict.INVALID
+    assert night.verdict is BenchVerdict.INVALID
     assert any(why in reason for reason in night.reasons)
     candidates = [f for f in night.findings if f.role is Role.CANDIDATE]
-    assert {f.ruling for f in candidates} == {BenchVerdict.INVALID}
+    assert {f.verdict for f in candidates} == {BenchVerdict.INVALID}
 
 
 def test_an_a_a_session_that_is_blamed_makes_the_night_invalid(tmp_path, monkeypatch):
     found = Lab(monkeypatch).run(tmp_path / "bench.jsonl")
     blamed = [
-        f.ruled(replace(f.evidence, ruling=BenchVerdict.IMPROVED))
+        f.ruled(replace(f.evidence, verdict=BenchVerdict.IMPROVED))
         if f.role is Role.SAME and f.metric == "tpot"
         else f
         for f in found
     ]
     night = verdict(blamed)
-    assert night.ruling is BenchVerdict.INVALID
+    assert night.verdict is BenchVerdict.INVALID
     assert "control A/A: improved instead of ok or inconclusive" in night.reasons
 
 
@@ -195,7 +195,7 @@ def test_blocks_follow_the_coin_and_servers_of_a_wave_run_side_by_side(
         for workload in ("small", "large"):
             mine = [t for t in lines if isinstance(t, Trial) and t.session == session.id]
             letters = "".join(t.arm for t in mine if t.workload == workload)
-            assert letters == "".join(toss(session.seed, i, design) for i in range(3))
+            assert letters == "".join(draw_order(session.seed, i, design) for i in range(3))
     seeds = {line.seed for line in lines if isinstance(line, Session)}
     assert len(seeds) == 3
 
@@ -230,10 +230,10 @@ def test_an_interrupted_run_goes_on_at_the_block_it_was_in(tmp_path, monkeypatch
         with pytest.raises(UsageError, match=f"{name} of session candidate = 9 is not accepted"):
             lab.run(out, workloads=(SMALL, LARGE), resume=True, **{name: 9})
     found = lab.run(out, workloads=(SMALL, LARGE), resume=True)
-    assert verdict(found).ruling is BenchVerdict.OK
+    assert verdict(found).verdict is BenchVerdict.OK
     resumed = [event[1] for event in lab.events[before:] if event[0] == "measure"]
-    assert not any(seat.session == "rehearsal" for seat in resumed)
-    assert {seat.block for seat in resumed if seat.session == "candidate"} >= {1}
+    assert not any(slot.session == "rehearsal" for slot in resumed)
+    assert {slot.block for slot in resumed if slot.session == "candidate"} >= {1}
     assert {f.workload.id for f in found} == {"small", "large"}
 
 
@@ -243,7 +243,7 @@ def test_bad_conditions_make_it_invalid_and_never_a_failure(tmp_path, monkeypatc
     found = lab.run(
         tmp_path / "bench.jsonl", roles=(Role.CANDIDATE,), blocks_at_most=4, side_by_side=2
     )
-    assert {f.ruling for f in found} == {BenchVerdict.INVALID}
+    assert {f.verdict for f in found} == {BenchVerdict.INVALID}
     assert any("load: 0.7, 0.7" in reason for reason in found[0].reasons)
     assert found[0].evidence.dropped == 3  # more than half of the four that may be valid
 
@@ -253,12 +253,12 @@ def test_no_wave_begins_that_would_end_too_late(tmp_path, monkeypatch):
     monkeypatch.setattr(block_runner.time, "monotonic", lambda: float(next(now)))
     found = Lab(monkeypatch).run(tmp_path / "bench.jsonl", seconds=45.0, side_by_side=6)
     assert {f.evidence.blocks for f in found} == {2}
-    assert {f.ruling for f in found} == {BenchVerdict.INCONCLUSIVE}
+    assert {f.verdict for f in found} == {BenchVerdict.INCONCLUSIVE}
 
 
 def test_a_metric_that_one_arm_lacks_is_not_ruled_on(tmp_path, monkeypatch):
     found = Lab(monkeypatch, metrics=("tpot",)).run(tmp_path / "bench.jsonl", blocks_at_most=1)
-    assert {f.metric for f in found if f.role is Role.PLANTED} == {"tpot"}
+    assert {f.metric for f in found if f.role is Role.INJECTED} == {"tpot"}
     assert "step_time" not in {f.metric for f in found}
 
 

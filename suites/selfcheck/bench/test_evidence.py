@@ -13,7 +13,7 @@ import pytest
 from fixtures.tables.margins import MARGINS, ROWS
 from harness.bench.stats import simulation
 from harness.bench.stats.bench_verdict import BenchVerdict
-from harness.bench.stats.design import Block, Design, toss
+from harness.bench.stats.design import Block, Design, draw_order
 from harness.bench.stats.e_process import log_e, scales
 from harness.bench.stats.estimates import detectable, hodges_lehmann, interval, spread
 from harness.bench.stats.margin import Bounds
@@ -55,7 +55,7 @@ def ours(effects: np.ndarray, margin: float, calibrated: float = 0.01) -> np.nda
 def session(effects, *, design=Design.PAIRS, metric=TPOT, n_max=16, invalid=(), mhz=False, **more):
     blocks = []
     for index, effect in enumerate(effects):
-        order = toss("seed", index, design)
+        order = draw_order("seed", index, design)
         values = tuple(5.0 * math.exp(effect) if arm == "B" else 5.0 for arm in order)
         clocks = tuple(1000 * math.exp(-effect) if arm == "B" else 1000.0 for arm in order)
         reasons = ("throttled",) if index in invalid else ()
@@ -111,9 +111,9 @@ def test_scale_comes_from_earlier_blocks_alone():
         (0.0, BenchVerdict.OK, 5, "e_clear"),
     ],
 )
-def test_rulings_stop_early_and_later_blocks_change_nothing(effect, ruling, blocks, behind):
+def test_rulings_stop_early_and_later_blocks_change_nothing(effect, verdict, blocks, behind):
     found = ruled([effect] * blocks + [-effect] * 4)
-    assert (found.ruling, found.over, found.blocks) == (ruling, True, blocks)
+    assert (found.verdict, found.over, found.blocks) == (verdict, True, blocks)
     assert not ruled([effect] * (blocks - 1)).over
     assert found.e_value == getattr(found, behind) >= 20.0
     assert found.ratio == pytest.approx(math.exp(effect))
@@ -122,29 +122,29 @@ def test_rulings_stop_early_and_later_blocks_change_nothing(effect, ruling, bloc
 
 def test_throughput_turns_the_sign_and_not_the_ratio():
     found = ruled([0.5] * 8, metric=MARGINS["output_throughput"])
-    assert (found.ruling, found.ratio) == (BenchVerdict.IMPROVED, pytest.approx(math.exp(0.5)))
+    assert (found.verdict, found.ratio) == (BenchVerdict.IMPROVED, pytest.approx(math.exp(0.5)))
 
 
 def test_no_decision_within_n_max_is_inconclusive():
     found = ruled([0.3, -0.3] * 3, n_max=6)
-    assert (found.ruling, found.over, found.blocks) == (BenchVerdict.INCONCLUSIVE, True, 6)
+    assert (found.verdict, found.over, found.blocks) == (BenchVerdict.INCONCLUSIVE, True, 6)
     empty = ruled([])
-    assert (empty.ruling, empty.over, empty.e_regressed) == (BenchVerdict.INCONCLUSIVE, False, 1.0)
-    assert (empty.e_clear, empty.e_improved, empty.high) == (1.0, 1.0, math.inf)
+    assert (empty.verdict, empty.over, empty.e_regressed) == (BenchVerdict.INCONCLUSIVE, False, 1.0)
+    assert (empty.e_equivalence, empty.e_improved, empty.high) == (1.0, 1.0, math.inf)
     assert found.e_value == found.e_regressed
 
 
 def test_a_third_of_the_blocks_may_be_invalid_and_no_more():
-    assert ruled([0.5] * 12, invalid=(0, 3, 5, 9)).ruling is BenchVerdict.REGRESSED
+    assert ruled([0.5] * 12, invalid=(0, 3, 5, 9)).verdict is BenchVerdict.REGRESSED
     found = ruled([0.5] * 13, invalid=(0, 3, 5, 9, 10))
-    assert (found.ruling, found.over, found.dropped) == (BenchVerdict.INVALID, True, 5)
+    assert (found.verdict, found.over, found.dropped) == (BenchVerdict.INVALID, True, 5)
     assert found.reasons[1:] == ("throttled",)
     hopeless = ruled([0.0] * 3, invalid=(0, 1, 2), n_max=4)
-    assert (hopeless.ruling, hopeless.blocks) == (BenchVerdict.INVALID, 0)
+    assert (hopeless.verdict, hopeless.blocks) == (BenchVerdict.INVALID, 0)
 
 
 def test_a_slowdown_that_the_clock_explains_is_invalid():
-    assert ruled([0.5] * 8, mhz=True).ruling is BenchVerdict.INVALID
+    assert ruled([0.5] * 8, mhz=True).verdict is BenchVerdict.INVALID
     blocks, plan = session([0.5] * 8, mhz=True)
     bare, _ = session([0.5] * 8)
     with pytest.raises(UsageError, match="mhz"):
@@ -158,7 +158,7 @@ def test_a_session_answers_to_its_coin():
     other = Block(index=0, order=blocks[0].order[::-1], values=(1.0, 1.0))
     with pytest.raises(ContractError, match="block 0 order"):
         judge([other], plan)
-    heads = sum(toss("s", i, Design.QUADS) == "BAAB" for i in range(1000))
+    heads = sum(draw_order("s", i, Design.QUADS) == "BAAB" for i in range(1000))
     assert 430 < heads < 570
 
 
@@ -183,9 +183,9 @@ def test_quads_forget_a_linear_drift():
 
 
 def test_families():
-    assert [bonferroni(k).blame for k in (1, 5, 10)] == pytest.approx([100.0, 100.0, 200.0])
-    assert nightly(20).blame == pytest.approx(400.0)
-    assert control(5).blame == pytest.approx(1000.0)  # five cases, two directions, one in 100
+    assert [bonferroni(k).reject_null for k in (1, 5, 10)] == pytest.approx([100.0, 100.0, 200.0])
+    assert nightly(20).reject_null == pytest.approx(400.0)
+    assert control(5).reject_null == pytest.approx(1000.0)  # five cases, two directions, one in 100
     with pytest.raises(UsageError, match="cases = 11"):
         bonferroni(11)
     # K = 4 at 5 %: 80 for one, 40 each for two, 26.7 for three.
@@ -200,16 +200,16 @@ def test_a_night_is_settled_and_believed():
     worse, same, better = (ruled([x] * 8) for x in (0.5, 0.0, -0.5))
     table = {"worse": worse, "same": same, "better": better}
     settled = settle(table)
-    assert [found.ruling for found in settled.values()] == ["regressed", "ok", "improved"]
+    assert [found.verdict for found in settled.values()] == ["regressed", "ok", "improved"]
     crowd = settle({"worse": worse} | {f"same {i}": same for i in range(20)})
-    assert crowd["worse"].ruling is BenchVerdict.INCONCLUSIVE
-    lost = replace(worse, ruling=BenchVerdict.INVALID)
+    assert crowd["worse"].verdict is BenchVerdict.INCONCLUSIVE
+    lost = replace(worse, verdict=BenchVerdict.INVALID)
     many = settle({"worse": worse} | {f"lost {i}": lost for i in range(20)})
-    assert many["worse"].ruling is BenchVerdict.INCONCLUSIVE
+    assert many["worse"].verdict is BenchVerdict.INCONCLUSIVE
     assert many["lost 0"] == lost
-    assert believe(table, {Control.AA: same, Control.PLANTED: worse}) == table
+    assert believe(table, {Control.AA: same, Control.INJECTED: worse}) == table
     night = believe(table, {Control.AA: better})
-    assert all(found.ruling.is_red for found in night.values())
+    assert all(found.verdict.is_red for found in night.values())
     assert [reason.split(":")[1] for reason in night["same"].reasons] == [
         " improved instead of ok or inconclusive",
         " missing instead of regressed",
@@ -260,7 +260,7 @@ def test_false_alarms_are_rare_whatever_the_noise(name):
 
 def test_without_the_coin_the_second_place_is_blamed():
     scene = simulation.SCENES["A/A, lognormal, margin 0"]
-    assert simulation.simulate(scene, 500, coin=False).by_ruling[BenchVerdict.REGRESSED] > 0.1
+    assert simulation.simulate(scene, 500, randomised=False).by_ruling[BenchVerdict.REGRESSED] > 0.1
 
 
 def test_three_percent_are_found_and_none_are_cleared_at_once():

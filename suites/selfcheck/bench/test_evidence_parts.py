@@ -27,9 +27,9 @@ BAD = {
 }  # fmt: skip
 
 
-def evidence(ratio: float, ruling: BenchVerdict) -> Evidence:
+def evidence(ratio: float, verdict: BenchVerdict) -> Evidence:
     return Evidence(
-        metric="m", ruling=ruling, over=True, blocks=8, dropped=0,
+        metric="m", verdict=verdict, over=True, blocks=8, dropped=0,
         ratio=ratio, low=ratio, high=ratio, path=(),
     )  # fmt: skip
 

@@ -25,7 +25,7 @@ USUAL = Entry(
     pin="sglang 0.5.14",
     image="driver 580",
     commit="abc",
-    ruling=BenchVerdict.OK,
+    verdict=BenchVerdict.OK,
     cost=0.0,
     low=-0.01,
     high=None,
@@ -59,7 +59,7 @@ def test_an_epoch_starts_the_detector_anew(changed: dict[str, str]) -> None:
 
 def test_an_invalid_night_is_no_evidence() -> None:
     nights = by_e(2.0, 1000.0, 3.0)
-    nights[1] = replace(nights[1], ruling=BenchVerdict.INVALID)
+    nights[1] = replace(nights[1], verdict=BenchVerdict.INVALID)
     assert history.detector(nights) == [2.0, 2.0, 9.0]
 
 
@@ -126,7 +126,8 @@ def test_too_few_or_invalid_nights_are_not_asked() -> None:
     assert history.suspicion(step) is None
     assert history.suspicion(noisy(8, 8, 0.0)) is None
     broken = [
-        replace(n, ruling=BenchVerdict.INVALID) if n.cost > 0.01 else n for n in noisy(40, 20, 0.05)
+        replace(n, verdict=BenchVerdict.INVALID) if n.cost > 0.01 else n
+        for n in noisy(40, 20, 0.05)
     ]
     assert history.suspicion(broken) is None
 

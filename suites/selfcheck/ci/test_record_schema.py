@@ -23,7 +23,7 @@ RECORD = Record(
     verdict=Verdict.WRONG_NUMBERS,
     message="one line",
     quantities=(Quantity(name="logits", error=math.inf, allowed=1e-3, where="row 1"),),
-    effects={"host_reads": 0},
+    effects={"host_syncs": 0},
     accept_lengths=(2, 4),
     seconds=0.5,
     environment=Environment(
@@ -50,7 +50,7 @@ def test_records_are_valid(verdict):
     [
         ({"verdict": "fine"}, "'fine' is not one of"),
         ({"format": 2}, "1 was expected"),
-        ({"effects": {"host_reads": 0.5}}, "0.5 is not of type 'integer'"),
+        ({"effects": {"host_syncs": 0.5}}, "0.5 is not of type 'integer'"),
         ({"accept_lengths": [2, "4"]}, "'4' is not of type 'integer'"),
         ({"quantities": [{"name": "logits"}]}, "'error' is a required property"),
         ({"surprise": 1}, "'surprise' was unexpected"),

@@ -15,7 +15,7 @@ from harness.core.record import Verdict, write_records
 
 GRAPH = {"execution": "graph"}
 RECORDS = [
-    trial("one", quantities=compared(0.1), seconds=0.25, planned=8, effects={"host_reads": 0}),
+    trial("one", quantities=compared(0.1), seconds=0.25, planned=8, effects={"host_syncs": 0}),
     trial(
         "two",
         Verdict.WRONG_NUMBERS,
@@ -23,7 +23,7 @@ RECORDS = [
         quantities=(*compared(0.2), *compared(2.0, name="hidden_states")),
         seconds=0.25,
         planned=8,
-        effects={"host_reads": 2, "kernels": 7},
+        effects={"host_syncs": 2, "kernels": 7},
     ),
     trial("one", mode="extend", quantities=compared(0.4), seconds=0.5, planned=8),
     trial("one", Verdict.REFUSED, message="head_dim", planned=8, seconds=9.0, **GRAPH),
@@ -99,9 +99,9 @@ def test_bars_keep_the_gap() -> None:
 
 def test_effects_keep_every_distinct_count() -> None:
     names, counts = summary.effects(RECORDS)
-    assert names == ["host_reads", "kernels"]
+    assert names == ["host_syncs", "kernels"]
     key = ("trtllm_mha/reference", "decode", "eager")
-    assert counts == {key: {"host_reads": [0, 2], "kernels": [7]}}
+    assert counts == {key: {"host_syncs": [0, 2], "kernels": [7]}}
 
 
 @pytest.mark.parametrize(

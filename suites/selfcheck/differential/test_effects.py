@@ -24,7 +24,7 @@ def test_operations_and_bytes_are_exact() -> None:
         "aten.topk.default": 1,
     }
     assert effects.bytes_allocated == 4 * 8 * 4 + 16 * 8 + 2 * 8 + 2 * 8
-    assert effects.host_reads == []
+    assert effects.host_syncs == []
     assert (effects.count("topk"), effects.count("aten."), effects.count("mm")) == (1, 5, 0)
 
 
@@ -40,7 +40,7 @@ def test_each_host_read_is_told_once_with_its_line_and_still_happens() -> None:
         longest, mirror, fresh = plan()
     assert (longest, mirror, fresh.tolist()) == (5, [3, 5], [5])
     first = plan.__code__.co_firstlineno
-    assert effects.host_reads == [
+    assert effects.host_syncs == [
         f"aten._local_scalar_dense.default at {__file__}:{first + 1}",
         f"Tensor.tolist at {__file__}:{first + 2}",
         f"torch.tensor at {__file__}:{first + 3}",
@@ -53,14 +53,14 @@ def test_what_happens_outside_the_region_is_not_seen() -> None:
         pass
     (x + 1).tolist()
     assert not effects.operations
-    assert not effects.host_reads
+    assert not effects.host_syncs
 
 
 def test_a_region_that_raises_ends_the_watch() -> None:
     with pytest.raises(KeyError), observe() as effects:
         raise KeyError
     torch.ones(1).tolist()
-    assert effects.host_reads == []
+    assert effects.host_syncs == []
 
 
 def test_a_ledger_names_what_moved() -> None:

@@ -77,5 +77,5 @@ def test_a_launch_outside_the_graph_or_a_read_is_over_a_devices_budget() -> None
         assert row.over(counts) == {}
         allowed = counts["launched"]
         assert row.over(counts | {"launched": allowed + 1}) == {"launched": (allowed + 1, allowed)}
-        assert row.over(counts | {"host_reads": 1}) == {"host_reads": (1, 0)}
+        assert row.over(counts | {"host_syncs": 1}) == {"host_syncs": (1, 0)}
         assert row.over(counts | {"graph_launches": 2}) == {"graph_launches": (2, 1)}

@@ -11,9 +11,9 @@ import torch
 from fixtures.tables import find
 from harness.core.case import Execution
 from harness.core.record import Verdict
-from harness.differential.forward import batch_of, company, run_forward
+from harness.differential.forward import batch_of, decoys, run_forward
 from harness.differential.judge import judge
-from harness.differential.traced_inputs import make_world
+from harness.differential.traced_inputs import make_trial_inputs
 from harness.differential.trial import run_trial
 from harness.kernels import workspace
 from harness.subjects import SUBJECTS
@@ -39,7 +39,7 @@ def test_a_draft_that_feeds_another_requests_token(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("execution", [EAGER, GRAPH])
 def test_a_draft_that_proposes_another_token_than_its_best(execution: Execution) -> None:
     case = find("mha-multi_step_draft-bs2_ragged")
-    right = run_forward(MHA, make_world(case, *company(case)), execution)
+    right = run_forward(MHA, make_trial_inputs(case, *decoys(case)), execution)
     assert isinstance(right.output, DraftOutput)
     proposed = right.output.draft_tokens.clone()
     # The last is proposed and never fed, so nothing but the choice itself is wrong.

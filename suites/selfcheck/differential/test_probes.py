@@ -28,45 +28,45 @@ def serve(probe: KeyTracer, dtype: torch.dtype, *, prefix_len: int, scale: float
 @pytest.mark.parametrize("total", [7, 64, 4096, 32768])
 @pytest.mark.parametrize("latent", [False, True], ids=["values", "latent"])
 def test_watch_shows_the_causal_edge_of_every_query(dtype, total, latent):
-    watched = [0, 1, *range(total - 5, total)]
+    traced = [0, 1, *range(total - 5, total)]
     shape = SHAPE | ({"kv_heads": 1} if latent else {})
-    probe = watch(watched, total=total, q_len=3, latent=latent, **shape)
+    probe = watch(traced, total=total, q_len=3, latent=latent, **shape)
     out = serve(probe, dtype, prefix_len=total - 3)
     for j in range(3):
-        reading = read_watch(out[j], watched, shape["kv_heads"])
-        assert reading.positions == tuple(sorted(p for p in set(watched) if p <= total - 3 + j))
+        reading = read_watch(out[j], traced, shape["kv_heads"])
+        assert reading.positions == tuple(sorted(p for p in set(traced) if p <= total - 3 + j))
         assert reading.keys == pytest.approx(total - 2 + j, rel=2.0**-8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_watch_shows_one_key_of_32768(dtype):
-    total, watched = 32768, [0, 1, 32766, 32767]
-    probe = watch(watched, total=total, q_len=1, **SHAPE)
+    total, traced = 32768, [0, 1, 32766, 32767]
+    probe = watch(traced, total=total, q_len=1, **SHAPE)
     shapes = {
         "first dropped": (probe.k[1:], probe.v[1:], (1, 32766, 32767)),
         "last missing": (probe.k[:-1], probe.v[:-1], (0, 1, 32766)),
     }
     for k, v, expected in shapes.values():
         out = serve(KeyTracer(q=probe.q, k=k, v=v), dtype, prefix_len=total - 2)
-        assert read_watch(out[0], watched, 2).positions == expected
+        assert read_watch(out[0], traced, 2).positions == expected
 
 
 def test_watch_counts_by_hand():
-    watched = list(range(4, 12))
-    probe = watch(watched, total=12, q_len=1, **SHAPE)
+    traced = list(range(4, 12))
+    probe = watch(traced, total=12, q_len=1, **SHAPE)
     row = attend(probe.q, probe.k, probe.v, prefix_len=11, scale=1.0, window_left=4)[0]
-    reading = read_watch(row, watched, 2)
+    reading = read_watch(row, traced, 2)
     assert str(reading) == "read 5 keys, among them positions [7, 8, 9, 10, 11]"
     assert row.max() == LOUD / 5
-    nothing = read_watch(torch.zeros(6, 16), watched, 2)
+    nothing = read_watch(torch.zeros(6, 16), traced, 2)
     assert (nothing.keys, nothing.positions) == (0.0, ())
 
 
 def test_watch_uses_the_columns_of_every_kv_head():
-    watched = list(range(32))
-    probe = watch(watched, total=40, q_len=1, **SHAPE)
+    traced = list(range(32))
+    probe = watch(traced, total=40, q_len=1, **SHAPE)
     out = attend(probe.q, probe.k, probe.v, prefix_len=39, scale=1.0)
-    assert read_watch(out[0], watched, 2).positions == tuple(range(32))
+    assert read_watch(out[0], traced, 2).positions == tuple(range(32))
     assert (out[0, :3] != out[0, 3:]).sum() == 0
     with pytest.raises(UsageError, match="positions = 33 is not accepted; accepted: at most 32"):
         watch(range(33), total=40, q_len=1, **SHAPE)
