@@ -48,7 +48,8 @@ def smaller_is_better(rows: Sequence[CaseReport], figures: Sequence[LatencyFigur
             "value": round(math.exp(row.cost), 6),
             "range": f"± {_half_width(row)}",
             "extra": f"{row.verdict}, e = {row.evidence.e_value:.3g}, "
-            f"{row.evidence.blocks} blocks, B / A {percent(row.evidence.ratio)}, {row.session.environment.commit[:12]}",
+            f"{row.evidence.blocks} blocks, B / A {percent(row.evidence.ratio)}, "
+            f"{row.session.environment.commit[:12]}",
         }
         for row in rows
         if row.evidence.blocks and not row.is_control

@@ -106,8 +106,8 @@ def _scenes() -> tuple[Scenario, ...]:
         for slowdown in (0.0, 0.01, 0.02, 0.03, 0.05, 0.10)
     ]  # fmt: skip
     shared = [
-        Scenario(name=f"{slowdown:.0%} slower, shared host, {design.name.lower()}", noise=shared_host,
-              design=design, bounds=kernel, slowdown=slowdown)
+        Scenario(name=f"{slowdown:.0%} slower, shared host, {design.name.lower()}",
+              noise=shared_host, design=design, bounds=kernel, slowdown=slowdown)
         for design in Design
         for slowdown in (0.0, 0.05)
     ]  # fmt: skip
