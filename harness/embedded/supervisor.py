@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import multiprocessing
 import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -48,9 +50,8 @@ class Supervisor:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._tokenizer = Tokenizer.from_file(
-            str(options.models / options.pair / "target" / "tokenizer.json")
-        )
+        self._target = options.models / options.pair / "target"
+        self._tokenizer = Tokenizer.from_file(str(self._target / "tokenizer.json"))
         self._context = multiprocessing.get_context("spawn")
         self._requests: dict[str, asyncio.Queue[Progress | Exception]] = {}
         self._questions: dict[int, asyncio.Future[Reply]] = {}
@@ -72,6 +73,29 @@ class Supervisor:
         del options["models"]
         pid = self._process.pid if self.healthy else None
         return options | {"engine": "specgate", "worker_pid": pid, "restarts": self._restarts}
+
+    @cached_property
+    def model(self) -> Mapping[str, Any]:
+        """As ``Service`` says, under sglang's names."""
+        config = json.loads((self._target / "config.json").read_text(encoding="utf-8"))
+        return {
+            "model_path": str(self._target),
+            "served_model_name": self._options.pair,
+            "tokenizer_path": str(self._target),
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": "default",
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "model_type": config["model_type"],
+            "architectures": config.get("architectures"),
+            "max_model_len": self.context_length,
+        }
+
+    @property
+    def context_length(self) -> int:
+        """As ``Service`` says."""
+        return self._options.context_length
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text."""
