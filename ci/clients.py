@@ -32,7 +32,7 @@ def main() -> int:
     shutil.rmtree(FOLDER, ignore_errors=True)
     venv.create(FOLDER, with_pip=True)
     install = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--retries", "1")
-    command = [_interpreter(), *install, "--requirement", REQUIREMENTS]
+    command = (str(_interpreter()), *install, "--requirement", str(REQUIREMENTS))
     code = subprocess.run(command, check=False).returncode
     if code == 0:
         STAMP.write_text(_wanted(), encoding="utf-8")

@@ -282,5 +282,5 @@ def _sentence(error: Any) -> str:
     field = _field(error) or "body"
     if error["type"] == NOT_NEUTRAL:
         return rejected(field, error["input"], error["ctx"]["accepted"])
-    given = repr(error.get("input"))[:80]
-    return f"{field} = {given} is not accepted: {error['msg']}"
+    given, why = repr(error.get("input"))[:80], error["msg"].removeprefix("Value error, ")
+    return f"{field} = {given} is not accepted: {why}"

@@ -213,14 +213,13 @@ def accepting(table: Table, *, batched: bool = False) -> Callable[[Model], Model
         fields: dict[str, Any] = {
             name: (_only(values, batched=batched), None) for name, values in table.items()
         }
-        made = create_model(
+        return create_model(  # type: ignore[return-value]
             model.__name__,
             __base__=model,
             __module__=model.__module__,
             __doc__=model.__doc__,
             **fields,
         )
-        return made  # type: ignore[return-value]
 
     return extend
 

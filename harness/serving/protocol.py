@@ -44,6 +44,10 @@ class SamplingParams(Strict):
 class GenerateRequest(Strict):
     """``POST /generate``: exactly one of text and input_ids; lists are batches."""
 
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [{"required": ["text"]}, {"required": ["input_ids"]}]}
+    )
+
     text: Text | Texts | None = None
     input_ids: Tokens | TokenLists | None = None
     sampling_params: Annotated[

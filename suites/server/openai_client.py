@@ -1,4 +1,4 @@
-"""``PYTHON openai_client.py URL PROMPT TOKENS``: what OpenAI's package makes of a server, as JSON."""
+"""``PYTHON openai_client.py URL PROMPT TOKENS``: what OpenAI's package gets, as JSON."""
 
 from __future__ import annotations
 
