@@ -162,6 +162,26 @@ def test_every_field_of_released_sglang_is_known(interpreter, model, path, names
     assert fields <= set(model.model_fields)
 
 
+def test_an_environment_counts_once_it_is_whole(monkeypatch, tmp_path):
+    codes = [1, 0]
+    asked = []
+
+    def install(command, **_):
+        asked.append(command)
+        return subprocess.CompletedProcess(command, codes.pop(0))
+
+    monkeypatch.setattr(clients, "FOLDER", tmp_path)
+    monkeypatch.setattr(clients, "STAMP", tmp_path / "stamp")
+    monkeypatch.setattr(clients.venv, "create", lambda folder, **_: folder.mkdir(exist_ok=True))
+    monkeypatch.setattr(clients.subprocess, "run", install)
+    assert (clients.main(), clients.python()) == (1, None)
+    assert (clients.main(), clients.python()) == (0, tmp_path / "bin" / "python")
+    assert (clients.main(), len(asked)) == (0, 2)
+    assert "--no-deps" in asked[0]
+    monkeypatch.setattr(clients, "_wanted", lambda: "other pins")
+    assert clients.python() is None
+
+
 def test_pins_agree_with_the_lanes():
     def pins(name: str) -> dict[str, str]:
         lines = (ROOT / "ci" / name).read_text(encoding="utf-8").splitlines()
