@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 from argparse import ArgumentTypeError
+from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+from harness.errors import UsageError, rejected
 
 MOST_PORT = 65535
 
@@ -70,3 +74,28 @@ def port(text: str) -> int:
     if not text.isdecimal() or int(text) > MOST_PORT:
         raise ArgumentTypeError(f"{text!r} is not accepted; accepted: 0 to {MOST_PORT}")
     return int(text)
+
+
+def is_http_url(text: str) -> bool:
+    """Whether it names a server: a scheme that HTTP has, a host, and a port if it names one."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def check_writable(path: Path, field: str) -> None:
+    """Know before the work that its result can be written; leaves no new file.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        accepted = f"a file that can be written ({error.strerror})"
+        raise UsageError(rejected(field, str(path), accepted)) from error
+    if is_new:
+        path.unlink()
