@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import replace
@@ -57,7 +58,7 @@ def folder(tmp_path):
 
 def test_the_life_of_a_golden(tmp_path):
     folder = tmp_path / "golden"
-    with pytest.raises(GoldenError, match=r"mha\.safetensors has no golden 'edge'.*--golden=add$"):
+    with pytest.raises(GoldenError, match=r"mha\.safetensors has no golden 'edge'; .* golden add$"):
         settle(folder, Workflow.VERIFY)
     assert content(folder) == {}
 
@@ -86,7 +87,7 @@ def test_only_verified_is_green():
 @pytest.mark.parametrize("field", ["case", "seed", "weights"])
 def test_a_stale_golden_says_what_changed(folder, workflow, field):
     changed = replace(IDENTITY, **{field: 8 if field == "seed" else "other"})
-    with pytest.raises(GoldenError, match=f"'edge' is stale: {field} changed; .*--golden=rewrite$"):
+    with pytest.raises(GoldenError, match=f"'edge' is stale: {field} changed; .* golden rewrite$"):
         settle(folder, workflow, identity=changed)
     assert settle(folder, Workflow.REWRITE, identity=changed)[1] is Outcome.REWRITTEN
     assert settle(folder, Workflow.VERIFY, identity=changed)[1] is Outcome.VERIFIED
@@ -105,6 +106,17 @@ def edit_manifest(change):
     return apply
 
 
+def recorded_as_if_meant(data):
+    def apply(path):
+        path.write_bytes(data)
+        manifest = path.with_name("manifest.json")
+        digests = json.loads(manifest.read_text())
+        digests["files"][path.name] = hashlib.sha256(data).hexdigest()
+        manifest.write_text(json.dumps(digests))
+
+    return apply
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "said"),
     [
@@ -113,7 +125,9 @@ def edit_manifest(change):
         ("mha.safetensors", os.remove, r"mha\.safetensors is missing"),
         ("manifest.json", truncate, r"manifest\.json is corrupt: JSONDecodeError"),
         ("manifest.json", lambda p: p.write_text("[]"), r"manifest\.json is corrupt: TypeError"),
-        ("manifest.json", os.remove, r"mha\.json is an orphan"),
+        ("manifest.json", os.remove, r"manifest\.json is missing"),
+        ("mha.safetensors", recorded_as_if_meant(b"\xff" * 40), r"mha is corrupt: SafetensorError"),
+        ("mha.json", recorded_as_if_meant(b"{"), r"mha is corrupt: JSONDecodeError"),
         (
             "manifest.json",
             edit_manifest(lambda d: d.update(format=0)),
@@ -135,7 +149,7 @@ def test_damage_is_named_and_a_rewrite_mends_it(folder, name, damage, said):
     damage(folder / name)
     for workflow in (Workflow.VERIFY, Workflow.ADD):
         with pytest.raises(
-            GoldenError, match=said + ".*update with: .*--golden=rewrite$"
+            GoldenError, match=said + ".*git checkout golden; .* golden rewrite$"
         ) as caught:
             settle(folder, workflow)
         assert "\n" not in str(caught.value)
