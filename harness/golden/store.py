@@ -172,7 +172,9 @@ class GoldenStore:
         return self.folder / f"{group}.safetensors"
 
     def _damaged(self, error: GoldenError) -> GoldenError:
-        return GoldenError(f"{error}; undo it with: git checkout {self.folder.name}; {self._if_meant}")
+        return GoldenError(
+            f"{error}; undo it with: git checkout {self.folder.name}; {self._if_meant}"
+        )
 
     @property
     def _if_meant(self) -> str:

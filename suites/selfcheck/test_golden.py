@@ -22,6 +22,8 @@ from harness.golden import (
     summary,
 )
 
+pytest_plugins = ["pytester"]
+
 IDENTITY = Identity(case=digest({"id": "edge", "lens": [3, 5]}), seed=7, weights="w0")
 LOGITS = torch.arange(6.0).view(2, 3)
 
@@ -254,3 +256,62 @@ def test_summary_keeps_a_few_rows_and_all_norms():
     short = summary(logits[:3], torch.zeros(3, 4))
     assert short["rows"].tolist() == [0, 1, 2]
     assert summary(logits[:0], torch.zeros(0, 4))["logits"].shape == (0, 128)
+
+
+READERS = """
+import pytest
+
+@pytest.mark.parametrize("number", range(20))
+def test_row(number, goldens):
+    assert goldens.manifest["entries"]
+
+@pytest.mark.usefixtures("recorded")
+def test_prompt():
+    pass
+
+def test_other():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("mha.safetensors", truncate),
+        ("mha.safetensors", lambda path: path.write_bytes(path.read_bytes()[::-1])),
+        ("mha.json", lambda path: path.write_text("{")),
+        ("manifest.json", truncate),
+        ("manifest.json", os.remove),
+    ],
+    ids=["truncated", "flipped", "broken-json", "broken-manifest", "no-manifest"],
+)
+def test_damaged_goldens_are_one_failure(pytester, monkeypatch, folder, name, damage):
+    monkeypatch.setattr("fixtures.goldens.FOLDER", folder)
+    pytester.makepyfile(READERS)
+    plugins = ("-p", "fixtures.shards", "-p", "fixtures.goldens")
+    assert pytester.runpytest_inprocess(*plugins).ret == 0
+    damage(folder / name)
+    result = pytester.runpytest_inprocess(*plugins)
+    result.assert_outcomes(passed=1, failed=1, deselected=21)
+    text = str(result.stdout)
+    assert "; undo it with: git checkout golden; if the change is meant: python3 -m" in text
+    assert len(result.outlines) < 20
+    assert "Traceback" not in text
+    result = pytester.runpytest_inprocess(*plugins, "-k", "other")
+    result.assert_outcomes(passed=1, deselected=21)
+
+
+def test_a_stale_golden_fails_by_one_line(pytester, monkeypatch, folder):
+    monkeypatch.setattr("fixtures.goldens.FOLDER", folder)
+    pytester.makepyfile(
+        """
+        from harness.golden import Identity
+
+        def test_row(goldens):
+            goldens.settle("mha", "edge", Identity(case="0", seed=7, weights="w0"), None)
+        """
+    )
+    result = pytester.runpytest_inprocess("-p", "fixtures.shards", "-p", "fixtures.goldens")
+    result.assert_outcomes(failed=1)
+    assert "is stale: case changed; if the change is meant: python3" in str(result.stdout)
+    assert len(result.outlines) < 20
