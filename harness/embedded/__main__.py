@@ -110,7 +110,8 @@ def _check(asked: argparse.Namespace) -> None:
 
 
 def _pages_per_request(asked: argparse.Namespace) -> int:
-    return -(-(asked.context_length + asked.num_draft_tokens) // int(asked.page_size))
+    tokens: int = asked.context_length + asked.num_draft_tokens
+    return -(-tokens // int(asked.page_size))
 
 
 def _listen(host: str, number: int) -> socket.socket:
