@@ -27,6 +27,14 @@ def lanes() -> dict[str, str]:
         return {name: str(description) for name, description in tomllib.load(file).items()}
 
 
+def version() -> str:
+    """The project's."""
+    import tomllib
+
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        return str(tomllib.load(file)["project"]["version"])
+
+
 def menu() -> str:
     """The lanes, one a line."""
     known = lanes()
@@ -92,6 +100,7 @@ def main(argv: list[str]) -> int:
         description="lanes:\n" + menu(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"specgate {version()}")
     parser.add_argument("lane", nargs="?", metavar="LANE", help="which lane to run")
     end = argv.index("--") if "--" in argv else len(argv)
     lane = parser.parse_args(argv[:end]).lane

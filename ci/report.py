@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ci import gate, summary
+from harness.arguments import CommandLine
 from harness.errors import UsageError
 from harness.record import Record, read_records
 
@@ -160,7 +160,7 @@ def show(records: Sequence[Record], console: Console) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0, or 2 for records or a path that cannot be used."""
-    parser = argparse.ArgumentParser(prog="python -m ci.report", description=__doc__)
+    parser = CommandLine(prog="python -m ci.report", description=__doc__)
     files = "a records.jsonl, or one a shard"
     parser.add_argument("records", type=Path, nargs="+", metavar="RECORDS", help=files)
     parser.add_argument("--out", type=Path, metavar="PAGE", help="where the page is written")

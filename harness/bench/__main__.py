@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
+from harness.arguments import CommandLine
 from harness.bench.findings import findings, verdict
 from harness.bench.lines import read
 from harness.bench.live import conclude
@@ -29,8 +29,9 @@ def show(lines: Iterable[Line], console: Console) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, 1 for a red verdict, 2 for records that are none."""
-    parser = argparse.ArgumentParser(prog="specgate compare", description=__doc__)
-    parser.add_argument("records", type=Path, help="a bench.jsonl")
+    parser = CommandLine(prog="specgate compare", description=__doc__)
+    packed = "a bench.jsonl, or one packed as bench.jsonl.gz"
+    parser.add_argument("records", type=Path, metavar="RECORDS", help=packed)
     options = parser.parse_args(argv)
     try:
         return show(read(options.records), Console(width=None if sys.stdout.isatty() else 160))

@@ -6,10 +6,12 @@ import asyncio
 import itertools
 import json
 import multiprocessing
+import signal
 import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -112,7 +114,14 @@ class Supervisor:
         self._process = self._context.Process(
             target=entry.run, args=(theirs, self._options), daemon=True, name="specgate engine"
         )
-        self._process.start()
+        # Until it ignores a Ctrl-C, which the terminal sends to it too, none reaches it; the
+        # tracker is started first, since its start unblocks the signal.
+        resource_tracker.ensure_running()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         theirs.close()
         threading.Thread(target=self._listen, args=(self._pipe,), daemon=True).start()
 

@@ -8,14 +8,13 @@ rows of a shared host show what a design makes of the same minutes.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from harness.arguments import count
+from harness.arguments import CommandLine, count
 from harness.evidence.blocks import Design
 from harness.evidence.decision import RULINGS, Thresholds, decide, paths
 from harness.evidence.margin import Bounds
@@ -155,9 +154,9 @@ def simulate(scene: Scene, sessions: int, seed: int = 1, *, coin: bool = True) -
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table, one scene a row, percent of sessions."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sessions", type=count, default=10_000, help="a row (default 10000)")
-    parser.add_argument("--seed", type=int, default=1, help="of the noise and the coins")
+    parser = CommandLine(prog="python -m harness.evidence.simulation", description=__doc__)
+    parser.add_argument("--sessions", type=count, default=10_000, metavar="N", help="per row")
+    parser.add_argument("--seed", type=int, default=1, help="of the noise and the orders")
     chosen = parser.parse_args(argv)
     print(f"{'scene':36}" + "".join(f"{ruling:>14}" for ruling in RULINGS) + f"{'blocks':>8}")
     for name, scene in SCENES.items():
