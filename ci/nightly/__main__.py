@@ -17,7 +17,7 @@ from ci.nightly import checks, machine, run, stages, trials
 from ci.nightly.show import show, unverified_lines
 from harness.errors import UsageError, rejected
 
-EXTRAS = ("test", "plots")
+EXTRAS = ("test",)
 Config = dict[str, Any]
 
 
