@@ -1,4 +1,4 @@
-"""Read by tox: a lane that needs a GPU ends before its packages are installed where there is none."""
+"""Read by tox: without a GPU a lane that needs one ends before its packages are installed."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ci.doors import extras, table
+from ci.doors import table
 from ci.doors.documents import Command, commands, ordered
+from ci.doors.environments import environments
 from ci.doors.shell import Shell, fresh
 from ci.doors.tried import Tried, show, typed
-from ci.doors.environments import environments
 from harness.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,9 @@ IN_DOCUMENT = re.compile(r"\.\[([\w,-]+)\]")
 IN_TOX = re.compile(r"\{env:SPECGATE_STACK:(\w+)\}")
 STACKS = ("gpu",)
 """What SPECGATE_STACK may be besides its default."""
-LACKING = re.compile(r"(?:could not import|No module named) ['\"]?([\w.]+)|([\w.-]+) is not installed")
+LACKING = re.compile(
+    r"(?:could not import|No module named) ['\"]?([\w.]+)|([\w.-]+) is not installed"
+)
 
 
 def of_tox(text: str) -> set[Extras]:
@@ -25,7 +27,7 @@ def of_tox(text: str) -> set[Extras]:
         section = tox[name]
         if not name.startswith("testenv") or section.get("package") == "skip":
             continue
-        words = section.get("extras", tox["testenv"]["extras"]).split()
+        words = re.split(r"[,\s]+", section.get("extras", tox["testenv"]["extras"]).strip())
         for stack in (r"\1", *STACKS):
             found.add(frozenset(IN_TOX.sub(stack, word) for word in words))
     return found

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ci.doors.table import Row
 
-SCRIPT = 'set -a\ntrap \'env -0 > "$0"\' EXIT\n'
+SCRIPT = "set -a\ntrap 'env -0 > \"$0\"' EXIT\n"
 """Variables, exported or not, and the folder outlive the process as they outlive a line typed."""
 TRACEBACK = "Traceback (most recent call last)"
 INTERRUPTED = (0, 128 + signal.SIGINT, -signal.SIGINT)
@@ -23,6 +23,8 @@ GRACE_S = 15.0
 POLL_S = 0.2
 OWN = re.compile(r"_|SHLVL|VIRTUAL_ENV\w*|(PYTHON|TOX|COVERAGE|HYPOTHESIS|SPECGATE)\w*")
 """Variables of the lane, which a person's shell does not have."""
+QUICK_PIP = {"PIP_COMPILE": "0"}
+"""What a few commands import is compiled as they import it; all of torch takes far longer."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def fresh(environment: Mapping[str, str]) -> dict[str, str]:
     paths = environment.get("PATH", os.defpath).split(os.pathsep)
     path = [one for one in paths if home is None or not Path(one).is_relative_to(home)]
     kept = {name: value for name, value in environment.items() if not OWN.fullmatch(name)}
-    return kept | {"PATH": os.pathsep.join(path)}
+    return kept | QUICK_PIP | {"PATH": os.pathsep.join(path)}
 
 
 class Shell:

@@ -106,6 +106,7 @@ def read(file: Path = FILE) -> Table:
 def _row(entry: Mapping[str, Any], limit: float) -> Row:
     known = {field.name for field in fields(Row)}
     if not {"command"} <= entry.keys() <= known:
-        raise UsageError(rejected("row", dict(entry), f"command, and of {', '.join(sorted(known))}"))
+        accepted = f"command, and of {', '.join(sorted(known))}"
+        raise UsageError(rejected("row", dict(entry), accepted))
     texts = {name: " ".join(value.split()) for name, value in entry.items() if name != "limit"}
     return Row(limit=float(entry.get("limit", limit)), **texts)
