@@ -103,20 +103,26 @@ def _attended(process: subprocess.Popen[bytes], row: Row, log: Path) -> str:
     """Wait for the end, interrupt a server that is ready; why it had to be stopped, if it had."""
     deadline = time.monotonic() + row.limit
     told = not row.ready
-    late = ""
-    while process.poll() is None and not late:
-        if not told and row.ready in log.read_text(encoding="utf-8", errors="replace"):
-            told = True
-            os.killpg(process.pid, signal.SIGINT)
-        if time.monotonic() > deadline:
-            late = f"longer than {row.limit:.0f} s"
-        time.sleep(POLL_S)
+    try:
+        while process.poll() is None:
+            if not told and row.ready in log.read_text(encoding="utf-8", errors="replace"):
+                told = True
+                os.killpg(process.pid, signal.SIGINT)
+            if time.monotonic() > deadline:
+                return f"longer than {row.limit:.0f} s"
+            time.sleep(POLL_S)
+    finally:
+        _stop(process)
+    return "" if told else f"never said {row.ready!r}"
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End a command and what it started, if any of it is left."""
     for how, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, how)
         with suppress(subprocess.TimeoutExpired):
             process.wait(wait_s)
-    return late or ("" if told else f"never said {row.ready!r}")
 
 
 def _problem(code: int, output: str, row: Row) -> str:
