@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from ci.doors import table
 from ci.doors.documents import Command, commands, ordered
@@ -88,7 +90,8 @@ def doors(names: Sequence[str], into: Path, console: Console) -> list[Tried]:
     done: dict[str, Tried] = {}
     for command in every:
         if not names or command.document in names:
-            result = typed(command, known, shell, done)
+            with console.status(escape(f"{command.place} {command.bare}")):
+                result = typed(command, known, shell, done)
             console.print(result.line, style="red" if result.problem else "", highlight=False)
             tried.append(result)
     if not names or EXTRAS in names:
@@ -116,6 +119,9 @@ def main(argv: Sequence[str]) -> int:
         except (UsageError, subprocess.CalledProcessError, FileExistsError) as error:
             print(f"doors: {error}", file=sys.stderr)
             return 2
+        except KeyboardInterrupt:
+            print("doors: interrupted", file=sys.stderr)
+            return 128 + signal.SIGINT
     return show(tried, time.monotonic() - started, Console(highlight=False))
 
 
