@@ -92,13 +92,19 @@ def doors(names: Sequence[str], into: Path, console: Console) -> list[Tried]:
         if not names or command.document in names:
             with console.status(escape(f"{command.place} {command.bare}")):
                 result = typed(command, known, shell, done)
-            console.print(result.line, style="red" if result.problem else "", highlight=False)
+            told(result, console)
             tried.append(result)
     if not names or EXTRAS in names:
         for result in environments(known, root, into, texts.values()):
-            console.print(result.line, style="red" if result.problem else "", highlight=False)
+            told(result, console)
             tried.append(result)
     return tried
+
+
+def told(result: Tried, console: Console) -> None:
+    """Print one line of progress."""
+    style = "red" if result.problem else ""
+    console.print(result.line, style=style, markup=False, highlight=False)
 
 
 def stale(known: table.Table, every: Sequence[Command]) -> list[Tried]:

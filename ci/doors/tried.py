@@ -41,7 +41,7 @@ class Tried:
     @property
     def line(self) -> str:
         """One line of progress."""
-        return f"{self.problem or 'ok'}, {self.seconds:.0f} s: {self.place} {escape(self.asked)}"
+        return f"{self.problem or 'ok'}, {self.seconds:.0f} s: {self.place} {self.asked}"
 
 
 def typed(command: Command, table: Table, shell: Shell, done: dict[str, Tried]) -> Tried:
@@ -74,7 +74,7 @@ def show(tried: Sequence[Tried], seconds: float, console: Console) -> int:
     """Print the end of every red output and the table; 1 if anything is red, else 0."""
     red = [one for one in tried if one.problem]
     for one in red:
-        console.rule(f"{one.place}: {one.problem}", align="left")
+        console.rule(escape(f"{one.place}: {one.problem}"), align="left")
         console.print(escape(one.asked))
         tail = one.output.rstrip().splitlines()[-TAIL:]
         console.print("\n".join(tail), markup=False, soft_wrap=True)
@@ -84,7 +84,7 @@ def show(tried: Sequence[Tried], seconds: float, console: Console) -> int:
     for one in tried:
         more = f"\n  → {escape(one.ran)}" if one.ran else ""
         fate = "[red]red[/]" if one.problem else "ok"
-        printed.add_row(one.place, escape(one.asked) + more, f"{one.seconds:.0f}", fate)
+        printed.add_row(escape(one.place), escape(one.asked) + more, f"{one.seconds:.0f}", fate)
     console.print(printed)
     console.print(f"doors: {len(tried)} tried, {len(red)} red, {seconds / 60:.1f} min")
     return int(bool(red))

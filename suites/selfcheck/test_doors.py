@@ -249,7 +249,8 @@ def test_the_table_fits_a_terminal_and_shows_what_is_red() -> None:
     told = io.StringIO()
     output = "\n".join(f"line {number}" for number in range(100))
     red = Tried("docs/benchmarks.md:9", long, "x" * 90, 61.4, output, "ended with 1")
-    green = Tried("README.md:17", "python3 -m ci run '[/]'", seconds=2)
+    green = Tried("[lint,test]", "python3 -m ci run '[/]'", seconds=2)
+    assert green.line == "ok, 2 s: [lint,test] python3 -m ci run '[/]'"
     console = Console(file=told, width=80)
     assert show([green, red], 63.4, console) == 1
     shown = told.getvalue()
@@ -257,6 +258,7 @@ def test_the_table_fits_a_terminal_and_shows_what_is_red() -> None:
     assert max(map(len, lines)) <= 80
     assert "line 99" in lines
     assert "line 59" not in lines
+    assert "[lint,test]" in shown
     assert "'[/]'" in shown
     assert "x" * 90 in shown.replace("\n", "").replace(" ", "")
     assert lines[-1] == "doors: 2 tried, 1 red, 1.1 min"
