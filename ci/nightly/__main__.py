@@ -19,7 +19,7 @@ from harness.arguments import CommandLine
 from harness.errors import UsageError, rejected
 
 REPORT = Path("report/nightly")
-EXTRAS = ("test", "plots")
+EXTRAS = ("test",)
 Config = dict[str, Any]
 
 
