@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -69,7 +70,7 @@ def histograms(records: Sequence[Record]) -> list[dict[str, object]]:
 def row(record: Record) -> dict[str, object]:
     """A record as the page's script reads it: no environment, no number JSON cannot say."""
     data = asdict(record)
-    del data["environment"], data["planned"]
+    del data["environment"], data["planned"], data["recorded"]
     data["red"] = record.verdict.is_red
     data["worst"] = min(record.worst, sys.float_info.max)
     data["quantities"] = [
@@ -85,6 +86,11 @@ def embedded(value: object) -> Markup:
     return Markup(text.replace("<", "\\u003c"))
 
 
+def breakable(name: str, after: str = "-/") -> Markup:
+    """A name that a narrow column may break after each of these letters."""
+    return Markup("<wbr>").join(re.split(f"(?<=[{after}])", name))
+
+
 def page(records: Sequence[Record]) -> str:
     """The report: one self-contained HTML document."""
     jinja = Environment(
@@ -94,12 +100,15 @@ def page(records: Sequence[Record]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    jinja.filters["times"] = times
+    jinja.filters |= {"times": times, "breakable": breakable}
+    jinja.globals["stand_in"] = summary.stand_in
     effect_names, effect_rows = summary.effects(records)
     return jinja.get_template("report.html").render(
         records=records,
         problems=gate.problems(records),
         census=summary.census(records),
+        dates=summary.dates(records),
+        stand_ins=summary.stand_ins(records),
         columns=summary.columns(records),
         matrix=summary.matrix(records),
         reasons=summary.reasons(records),
