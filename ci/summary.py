@@ -175,7 +175,7 @@ def dates(records: Iterable[Record]) -> tuple[str, str] | None:
 
 
 def minute(moment: str) -> str:
-    """ "2026-11-22 07:30" of an ISO 8601 moment."""
+    """Of an ISO 8601 moment, such as "2026-11-22 07:30"."""
     return moment[:16].replace("T", " ")
 
 
