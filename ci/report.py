@@ -140,7 +140,7 @@ def write_page(path: Path, records: Sequence[Record]) -> None:
 def table(records: Sequence[Record]) -> Table:
     """A line a subject: what ran, and the worst error / allowed of each execution."""
     executions = list(dict.fromkeys(execution for _, execution in summary.columns(records)))
-    shown = Table()
+    shown = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     shown.add_column("subject", no_wrap=True)
     for name in ("run", "red", "not run", *(f"worst {name}" for name in executions)):
         shown.add_column(name, justify="right")

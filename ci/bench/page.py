@@ -86,7 +86,11 @@ def figures(book: Book, series: Mapping[tuple[str, str], Series]) -> Sequence[Fi
         ("history", "Nights", HISTORY, followed, nights.history),
         ("heat", "Cases on kinds of machines", HEAT, spread, nights.heat_map),
     )
-    return [Figure(*named, plot(data)) for *named, data, plot in drawn if data]
+    return [
+        Figure(name, title, reading, plot(data))
+        for name, title, reading, data, plot in drawn
+        if data
+    ]
 
 
 def _shifts(book: Book, session: str) -> list[dict[str, Any]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from ci import report, summary
 from fixtures.trials import ENVIRONMENT, compared, trial
@@ -252,6 +254,17 @@ def test_command_prints_a_line_a_subject_and_writes_the_page(
     assert re.findall(r"[\d.–]+", line.partition("cpu")[2]) == ["5", "1", "2", "4.00", "–"]
     assert "planned 8 = run 5 + refused 2 + waived 1; 3.0 differential cases/s" in shown
     assert page.read_text(encoding="utf-8") == report.page(RECORDS)
+
+
+def test_table_is_cut_nowhere_at_80_columns() -> None:
+    longest = {"subject": "trtllm_mla-host_lengths/trtllm_gen", "device": "cuda:0"}
+    numbers = {"quantities": compared(0.1), **longest}
+    many = [trial(str(n), execution=e, **numbers) for n in range(1000) for e in ("eager", "graph")]
+    console = Console(width=80, file=StringIO())
+    report.show(many, console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in shown
+    assert re.search(r"trtllm_gen @ cuda:0 +2000 +0 +0 +0\.20 +0\.20", shown)
 
 
 @pytest.mark.parametrize("target", ["missing/index.html", "records.jsonl/index.html"])
