@@ -38,7 +38,7 @@ ARMS = {"A": ("#a06fd0", "circle"), "B": ("#1b9aaa", "square")}
 WIDTH, HEIGHT, ROW = 284, 180, 26
 """Of a panel with its axes, and of a row of one, in pixels: a telephone is as wide as one panel."""
 FONT_SIZE = 12
-MOST_TICKS = 4
+MOST_TICKS = 5
 _TEXT = {"labelColor": "currentColor", "titleColor": "currentColor", "titleFontWeight": 600,
          "labelFontSize": FONT_SIZE, "titleFontSize": FONT_SIZE}  # fmt: skip
 CONFIG: dict[str, Any] = {
