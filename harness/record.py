@@ -100,6 +100,7 @@ class Record:
         environment: the machine.
         reproduce: the command that runs this trial alone.
         planned: trials of the run it belongs to, itself among them; 0 where nobody counted.
+        recorded: when, ISO 8601, UTC; empty where nobody looked.
     """
 
     case: str
@@ -117,6 +118,7 @@ class Record:
     environment: Environment
     reproduce: str = ""
     planned: int = 0
+    recorded: str = ""
 
     @property
     def worst(self) -> float:

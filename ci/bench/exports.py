@@ -11,14 +11,14 @@ from prometheus_client.openmetrics.exposition import generate_latest
 
 from ci.bench.latencies import Figure
 from ci.bench.row import Row
-from harness.bench.live import percent
+from harness.bench.live import e_value, percent
 
 LABELS = ("session", "workload", "metric", "sku", "a", "b")
 GAUGES: tuple[tuple[str, str, Callable[[Row], float | None]], ...] = (
-    ("ratio", "B / A in the metric's own direction", lambda row: row.evidence.ratio),
-    ("ratio_low", "Lower 95 % bound of the ratio", lambda row: row.evidence.low),
-    ("ratio_high", "Upper 95 % bound of the ratio", lambda row: row.evidence.high),
-    ("slowdown", "ln of the ratio, positive is worse", lambda row: row.cost),
+    ("ratio", "B / A in the metric's own direction", lambda row: row.numbers.get("ratio")),
+    ("ratio_low", "Lower 95 % bound of the ratio", lambda row: row.numbers.get("low")),
+    ("ratio_high", "Upper 95 % bound of the ratio", lambda row: row.numbers.get("high")),
+    ("slowdown", "ln of the ratio, positive is worse", lambda row: row.numbers.get("cost")),
     ("e_regressed", "Evidence for a regression", lambda row: row.evidence.e_regressed),
     ("e_clear", "Evidence against a regression", lambda row: row.evidence.e_clear),
     ("e_improved", "Evidence for an improvement", lambda row: row.evidence.e_improved),
@@ -47,7 +47,7 @@ def smaller_is_better(rows: Sequence[Row], figures: Sequence[Figure] = ()) -> st
             "unit": "× reference",
             "value": round(math.exp(row.cost), 6),
             "range": f"± {_half_width(row)}",
-            "extra": f"{row.ruling}, e = {row.evidence.e_value:.3g}, {row.evidence.blocks} blocks, "
+            "extra": f"{row.ruling}, e = {e_value(row.evidence)}, {row.evidence.blocks} blocks, "
             f"B / A {percent(row.evidence.ratio)}, {row.session.environment.commit[:12]}",
         }
         for row in rows

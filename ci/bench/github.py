@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ci.bench.book import Book
 from ci.bench.row import Row
-from harness.bench.live import interval, percent
+from harness.bench.live import change, e_value, interval, percent
 from harness.evidence.ruling import Ruling
 
 MOST_LINES = 60
@@ -49,9 +49,9 @@ def _row(row: Row) -> str:
     cells = (
         row.case,
         f"**{row.ruling}**" if row.is_red else str(row.ruling),
-        percent(e.ratio),
+        change(e),
         interval(e),
-        f"{e.e_value:.3g}",
+        e_value(e),
         percent(row.detectable),
         f"{e.blocks}" + (f" (+{e.dropped} dropped)" if e.dropped else ""),
     )

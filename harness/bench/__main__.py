@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("records", type=Path, metavar="RECORDS", help=packed)
     options = parser.parse_args(argv)
     try:
-        return show(read(options.records), Console(width=None if sys.stdout.isatty() else 160))
+        return show(read(options.records), Console())
     except SpecgateError as error:
         print(f"specgate compare: {error}", file=sys.stderr)
         return 2

@@ -31,6 +31,7 @@ USUAL = Entry(
     high=None,
     e=1.0,
     blocks=9,
+    higher_is_better=False,
 )
 
 
@@ -198,12 +199,15 @@ def test_plot_marks_epochs_changes_and_alarms() -> None:
             [replace(n, pin="older") if place < 8 else n for place, n in enumerate(step)]
         )
     }
-    [rows] = nights.history(found).to_dict()["datasets"].values()
-    marks = [row for row in rows if "mark" in row]
+    [panel] = nights.history(found).panels
+    tables = panel.chart.to_dict()["datasets"].values()
+    marks = [row for rows in tables for row in rows if "mark" in row]
     assert [(mark["mark"], mark["at"]) for mark in marks] == [
         ("epoch", step[8].night),
         ("suspected change", step[24].night),
         ("alarm", step[26].night),
     ]
-    [cells] = nights.heat_map(found).to_dict()["datasets"].values()
-    assert [(row["case"], row["sku"]) for row in cells] == [("bs8/tpot", "NVIDIA B200")]
+    [panel] = nights.heat_map(found).panels
+    [cells] = panel.chart.to_dict()["datasets"].values()
+    assert panel.title == "bs8"
+    assert [(row["metric"], row["sku"]) for row in cells] == [("tpot", "NVIDIA B200")]
