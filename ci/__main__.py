@@ -13,18 +13,39 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ROOT / ".tox" / "tools"
 CONSTRAINTS = ROOT / "ci" / "constraints.txt"
 
 
-def lanes() -> dict[str, str]:
-    """Every lane and its description, in the order of ``lanes.toml``."""
+def lanes_toml() -> dict[str, Any]:
+    """``lanes.toml``."""
     import tomllib  # new in 3.11: imported here, so that an older Python reaches the clear refusal
 
     with (ROOT / "ci" / "lanes.toml").open("rb") as file:
-        return {name: str(description) for name, description in tomllib.load(file).items()}
+        return tomllib.load(file)
+
+
+def lanes() -> dict[str, str]:
+    """Every lane and its description, in the order of ``lanes.toml``."""
+    return {name: str(description) for name, description in lanes_toml()["lanes"].items()}
+
+
+def lacks_gpu(lane: str) -> str | None:
+    """Why a lane cannot run on this machine, None if it can."""
+    if lane not in lanes_toml()["needs_gpu"] or has_gpu():
+        return None
+    return f"lane {lane} needs a CUDA device, and nvidia-smi lists no GPU here"
+
+
+def version() -> str:
+    """The project's."""
+    import tomllib
+
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        return str(tomllib.load(file)["project"]["version"])
 
 
 def menu() -> str:
@@ -62,10 +83,13 @@ def has_gpu() -> bool:
 
 
 def run_lane(lane: str, args: list[str]) -> int:
-    """Exit code of the lane's command.
+    """Exit code of the lane's command, 2 where it needs a GPU and there is none.
 
     Quiet tox, so that the lane's own summary is the last thing printed.
     """
+    if reason := lacks_gpu(lane):
+        print(f"ci: {reason}", file=sys.stderr)
+        return 2
     try:
         python = tool_environment()
     except subprocess.CalledProcessError as error:
@@ -92,6 +116,7 @@ def main(argv: list[str]) -> int:
         description="lanes:\n" + menu(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"specgate {version()}")
     parser.add_argument("lane", nargs="?", metavar="LANE", help="which lane to run")
     end = argv.index("--") if "--" in argv else len(argv)
     lane = parser.parse_args(argv[:end]).lane

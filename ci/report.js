@@ -124,13 +124,25 @@ function draw() {
   find("clear").textContent = state.cell ? "× " + Object.values(state.cell).join(" · ") : "";
 }
 
-function choose(button) {
-  const already = button && button.ariaPressed === "true";
-  for (const other of document.querySelectorAll("button.cell")) other.ariaPressed = "false";
-  state.cell = button && !already ? { ...button.dataset } : null;
-  if (state.cell) button.ariaPressed = "true";
+function linked() {
+  try {
+    return find(decodeURIComponent(location.hash.slice(1)));
+  } catch {
+    return null; // A broken escape: not a link of ours.
+  }
+}
+
+function choose() {
+  const cell = linked();
+  for (const other of document.querySelectorAll("a.cell")) other.ariaCurrent = other === cell ? "true" : "false";
+  state.cell = cell?.matches("a.cell") ? { ...cell.dataset } : null;
   restart();
   if (state.cell) find("cases-title").scrollIntoView();
+}
+
+function leave() {
+  history.pushState(null, "", location.pathname + location.search);
+  choose();
 }
 
 function restart() {
@@ -138,12 +150,18 @@ function restart() {
   draw();
 }
 
-for (const button of document.querySelectorAll("button.cell")) {
-  button.addEventListener("click", () => choose(button));
+for (const cell of document.querySelectorAll("a.cell")) {
+  cell.addEventListener("click", (event) => {
+    if (cell.ariaCurrent !== "true") return;
+    event.preventDefault();
+    leave();
+  });
 }
+addEventListener("hashchange", choose);
+addEventListener("popstate", choose);
 document.querySelector("form").addEventListener("submit", (event) => event.preventDefault());
 find("filter").addEventListener("input", restart);
 find("only-red").addEventListener("change", restart);
-find("clear").addEventListener("click", () => choose(null));
+find("clear").addEventListener("click", leave);
 find("more").addEventListener("click", () => { state.shown += PAGE; draw(); });
-draw();
+choose();

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ci import gate, summary
+from harness.core.argument_types import CommandLine
 from harness.core.record import Record, read_records
 from harness.errors import UsageError
 
@@ -69,7 +70,7 @@ def histograms(records: Sequence[Record]) -> list[dict[str, object]]:
 def row(record: Record) -> dict[str, object]:
     """A record as the page's script reads it: no environment, no number JSON cannot say."""
     data = asdict(record)
-    del data["environment"], data["planned"]
+    del data["environment"], data["planned"], data["recorded"]
     data["red"] = record.verdict.is_red
     data["worst"] = min(record.worst, sys.float_info.max)
     data["quantities"] = [
@@ -85,6 +86,11 @@ def embedded(value: object) -> Markup:
     return Markup(text.replace("<", "\\u003c"))
 
 
+def breakable(name: str, after: str = "-/") -> Markup:
+    """A name that a narrow column may break after each of these letters."""
+    return Markup("<wbr>").join(re.split(f"(?<=[{after}])", name))
+
+
 def page(records: Sequence[Record]) -> str:
     """The report: one self-contained HTML document."""
     jinja = Environment(
@@ -94,12 +100,15 @@ def page(records: Sequence[Record]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    jinja.filters["times"] = times
+    jinja.filters |= {"times": times, "breakable": breakable}
+    jinja.globals["stand_in"] = summary.stand_in
     effect_names, effect_rows = summary.effects(records)
     return jinja.get_template("report.html").render(
         records=records,
         problems=gate.problems(records),
         census=summary.census(records),
+        dates=summary.dates(records),
+        stand_ins=summary.stand_ins(records),
         columns=summary.columns(records),
         matrix=summary.matrix(records),
         reasons=summary.reasons(records),
@@ -131,7 +140,7 @@ def write_page(path: Path, records: Sequence[Record]) -> None:
 def table(records: Sequence[Record]) -> Table:
     """A line a subject: what ran, and the worst error / allowed of each execution."""
     executions = list(dict.fromkeys(execution for _, execution in summary.columns(records)))
-    shown = Table()
+    shown = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     shown.add_column("subject", no_wrap=True)
     for name in ("run", "red", "not run", *(f"worst {name}" for name in executions)):
         shown.add_column(name, justify="right")
@@ -160,7 +169,7 @@ def show(records: Sequence[Record], console: Console) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0, or 2 for records or a path that cannot be used."""
-    parser = argparse.ArgumentParser(prog="python -m ci.report", description=__doc__)
+    parser = CommandLine(prog="python -m ci.report", description=__doc__)
     files = "a records.jsonl, or one a shard"
     parser.add_argument("records", type=Path, nargs="+", metavar="RECORDS", help=files)
     parser.add_argument("--out", type=Path, metavar="PAGE", help="where the page is written")

@@ -11,6 +11,8 @@ from harness.core.case import Execution, Mode
 from harness.core.record import Record, Verdict
 
 GroupKey = TypeVar("GroupKey", bound=Hashable)
+REFERENCE = "reference"
+"""The kernel that is nobody's stand-in."""
 
 
 def identity(record: Record) -> tuple[str, str, str, str, str]:
@@ -43,6 +45,11 @@ class Cell:
     def compared(self) -> bool:
         """Whether any trial compared numbers; a generation compares tokens alone."""
         return any(record.quantities for record in self.records)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all that was compared was the same, and nothing else was wrong."""
+        return self.compared and self.worst == 0 and self.state == "passed"
 
     @property
     def worst(self) -> float:
@@ -144,6 +151,32 @@ def effects(
         key: {name: sorted({r.effects[name] for r in group if name in r.effects}) for name in names}
         for key, group in sorted(groups.items())
     }
+
+
+def stand_ins(records: Iterable[Record]) -> dict[str, list[str]]:
+    """Device -> kernels in whose place the strict reference ran there: on a CPU all of them."""
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for record in records:
+        if ran(record) and (kernel := stand_in(record.subject, record.device)):
+            found[record.device].add(kernel)
+    return {device: sorted(kernels) for device, kernels in sorted(found.items())}
+
+
+def stand_in(subject: str, device: str) -> str:
+    """The kernel of a subject that the reference stands in for on this device; "" for none."""
+    kernel = subject.rpartition("/")[2]
+    return kernel if device == "cpu" and kernel != REFERENCE else ""
+
+
+def dates(records: Iterable[Record]) -> tuple[str, str] | None:
+    """The first and the last date and minute of the records, UTC; None where none has one."""
+    known = sorted(record.recorded for record in records if record.recorded)
+    return (minute(known[0]), minute(known[-1])) if known else None
+
+
+def minute(moment: str) -> str:
+    """Of an ISO 8601 moment, such as "2026-11-22 07:30"."""
+    return moment[:16].replace("T", " ")
 
 
 def rate(records: Iterable[Record]) -> float:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import runpy
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from harness.core.argument_types import CommandLine, count
 from harness.core.paths import ROOT
 
 DIFFERENTIAL = (
@@ -30,6 +32,7 @@ GOLDEN_MODES = ("verify", "add", "rewrite")
 LEFT_RECORDS = (0, 1, 2)
 """Exit codes of a pytest that ran tests: passed, failed, interrupted."""
 INTERRUPTED = 2
+SIGINT_EXIT = 130
 HANDED_ON = {
     "bench": ("fixtures.bench", "compare two servers in randomised blocks, to a verdict"),
     "compare": ("harness.bench", "judge a benchmark's records again and print what they show"),
@@ -50,11 +53,12 @@ def start(module: str, *args: str) -> int:
                 continue
 
 
-def become(module: str, *args: str) -> NoReturn:
-    """Go on as ``python -m module args``: signals reach it, and paths stay the user's."""
+def become(module: str, *args: str) -> None:
+    """Go on as ``python -m module args`` in this process; its exit code comes as SystemExit."""
     paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    os.execve(sys.executable, [sys.executable, "-m", module, *args], env)
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    sys.argv[1:] = args
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def run(report: Path, args: Sequence[str]) -> int:
@@ -68,9 +72,8 @@ def run(report: Path, args: Sequence[str]) -> int:
         The first exit code that is not zero: pytest's, the report's, the gate's.
     """
     folder = report.absolute()
-    spread = ("-n", "auto", "--maxprocesses", "8", "--workers-per-gpu", str(WORKERS_PER_GPU))
-    where = ("--device", "auto", "--report", str(folder))
-    code = start("pytest", *DIFFERENTIAL, *spread, *where, *args)
+    where = ("--workers-per-gpu", str(WORKERS_PER_GPU), "--device", "auto")
+    code = start("pytest", *DIFFERENTIAL, *where, "--report", str(folder), *args)
     return next(filter(None, [code, *_judge(folder, code, args)]), 0)
 
 
@@ -120,35 +123,47 @@ def _judge(folder: Path, code: int, args: Sequence[str]) -> list[int]:
     return [reported] if is_shard else [reported, start("ci.gate", records)]
 
 
+def version() -> str:
+    """The project's, from the checkout that this is."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        return str(tomllib.load(file)["project"]["version"])
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line: one subcommand a verb; what they do not know goes to pytest."""
-    made = argparse.ArgumentParser(prog="specgate", description=__doc__)
-    names = "run | gpu | golden | report | limits | latency | bench | compare | serve | mutants"
-    verbs = made.add_subparsers(dest="verb", required=True, metavar=names)
+    made = CommandLine(prog="specgate", description=__doc__)
+    made.add_argument("--version", action="version", version=f"specgate {version()}")
+    verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB", help="one of:")
+    page, device = "where the page is written", "whose kernels are asked: cuda, cuda:1, …, or cpu"
     runs = verbs.add_parser("run", help="run every case on this machine, report and gate")
-    runs.add_argument("--report", type=Path, default=Path("report"), metavar="DIR")
     gpus = verbs.add_parser("gpu", help="run every suite that takes a device on real kernels")
-    gpus.add_argument("--report", type=Path, default=Path("report"), metavar="DIR")
-    gpus.add_argument("--workers-per-gpu", type=int, default=WORKERS_PER_GPU, metavar="K")
+    sharing = "processes that share a GPU"
+    gpus.add_argument(
+        "--workers-per-gpu", type=count, default=WORKERS_PER_GPU, metavar="K", help=sharing
+    )
     goldens = verbs.add_parser("golden", help="verify, add or rewrite the recorded answers")
-    goldens.add_argument("mode", choices=GOLDEN_MODES)
+    goldens.add_argument(
+        "mode", choices=GOLDEN_MODES, help="compare, record what is missing, or record all anew"
+    )
     reports = verbs.add_parser("report", help="print records, write their page")
-    reports.add_argument("records", metavar="RECORDS")
-    reports.add_argument("--out", metavar="PAGE")
+    reports.add_argument("records", metavar="RECORDS", help="a records.jsonl")
+    reports.add_argument("--out", metavar="PAGE", help=page)
     limits = verbs.add_parser("limits", help="ask the device's kernels for their limits")
-    limits.add_argument("--device", default="cuda", metavar="NAME")
-    limits.add_argument("--out", metavar="PAGE")
+    limits.add_argument("--device", default="cuda", metavar="NAME", help=device)
+    limits.add_argument("--out", metavar="PAGE", help=page)
     times = verbs.add_parser("latency", help="time metadata and attention on the GPU")
-    times.add_argument("--report", type=Path, default=Path("report"), metavar="DIR")
+    for verb in (runs, gpus, times):
+        folder = "folder of what is written"
+        verb.add_argument("--report", type=Path, default=Path("report"), metavar="DIR", help=folder)
     wheels = verbs.add_parser("wheels", help="extract what latency compares from sglang's wheels")
-    wheels.add_argument("--into", metavar="FOLDER")
-    for verb, (_, help_text) in HANDED_ON.items():
-        verbs.add_parser(verb, help=help_text, add_help=False)
+    wheels.add_argument("--into", metavar="FOLDER", help="instead of the folder that latency reads")
+    for name, (_, help_text) in HANDED_ON.items():
+        verbs.add_parser(name, help=help_text, add_help=False)
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the verb; 2 for a command line that makes no sense.
+    """Exit code of the verb; 2 for a command line that makes no sense, 130 where it is interrupted.
 
     Args:
         argv: the command line without the program's name; the process's own if None.
@@ -157,6 +172,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, args = commands.parse_known_args(argv)
     if args[:1] == ["--"]:
         del args[0]
+    try:
+        return _run_verb(commands, options, args)
+    except KeyboardInterrupt:
+        print(f"specgate {options.verb}: interrupted", file=sys.stderr)
+        return SIGINT_EXIT
+
+
+def _run_verb(
+    commands: argparse.ArgumentParser, options: argparse.Namespace, args: Sequence[str]
+) -> int:
     if options.verb in HANDED_ON:
         become(HANDED_ON[options.verb][0], *args)
     if options.verb == "run":

@@ -5,22 +5,26 @@ Exit code: 0 where nothing is red, 1 where something is, 2 for records that cann
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from ci.bench import outputs
+from harness.core.argument_types import CommandLine
 from harness.errors import UsageError
 
 
 def main(argv: Sequence[str]) -> int:
     """Write the outputs and print the summary; annotations too where GitHub runs this."""
-    parser = argparse.ArgumentParser(prog="python -m ci.bench", description=__doc__)
+    parser = CommandLine(prog="python -m ci.bench", description=__doc__)
     parser.add_argument("bench", type=Path, metavar="BENCH", help="a bench.jsonl")
-    parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR")
-    parser.add_argument("--history", type=Path, metavar="FILE", help="default: DIR/history.jsonl")
+    parser.add_argument(
+        "--out", type=Path, default=Path("report"), metavar="DIR", help="of the outputs"
+    )
+    parser.add_argument(
+        "--history", type=Path, metavar="FILE", help="of the nights; DIR/history.jsonl unless given"
+    )
     options = parser.parse_args(argv)
     nights = options.history or options.out / "history.jsonl"
     try:

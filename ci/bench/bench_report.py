@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ci.bench.case_report import CONTROLS, CaseReport
 from ci.bench.history import Entry
-from harness.bench.analysis import WORST_FIRST, Finding, RunVerdict, findings, verdict
+from ci.summary import minute
+from harness.bench.analysis import WORST_FIRST, Finding, RunVerdict, dropped, findings, verdict
 from harness.bench.jsonl import read
 from harness.bench.session_records import ArmFacts, Line, Session, Trial
 from harness.bench.stats.validity import unasked
@@ -99,7 +100,7 @@ class BenchReport:
         """How many cases have which verdict, where and when."""
         counts = ", ".join(f"{count} {verdict}" for verdict, count in self.counts.items())
         first = self.sessions[0]
-        where = f"{first.environment.device}, {first.started}"
+        where = f"{first.environment.device}, {minute(first.started)} UTC"
         return f"{counts or 'no case was judged'} of {len(self.judged)} cases on {where}"
 
     @property
@@ -121,16 +122,8 @@ class BenchReport:
 
     @property
     def dropped(self) -> list[str]:
-        """One line a session that lost blocks: the first reason, without the log behind it."""
-        lines = []
-        for session in self.sessions:
-            rows = [row for row in self.rows if row.session.id == session.id]
-            worst = max(rows, key=lambda row: row.evidence.dropped)
-            if lost := worst.evidence.dropped:
-                blocks = "1 block" if lost == 1 else f"{lost} blocks"
-                why = worst.evidence.reasons[0].splitlines()[0]
-                lines.append(f"{session.id}: {blocks} dropped ({why})")
-        return lines
+        """One line for each workload of a session that lost blocks, with the reasons."""
+        return dropped(self.night.findings)
 
     @property
     def unasked(self) -> list[str]:
@@ -168,6 +161,7 @@ def _entry(row: CaseReport) -> Entry:
         high=high,
         e=row.evidence.e_regressed,
         blocks=row.evidence.blocks,
+        higher_is_better=row.higher_is_better,
     )
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from harness.bench.analysis import Finding
-from harness.bench.console import interval, percent
+from harness.bench.console import change, e_value, interval, percent
 from harness.bench.session_records import Role, Session, Workload
 from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.design import Block
@@ -15,6 +15,11 @@ from harness.bench.stats.multiple_testing import Control
 from harness.bench.stats.sequential_test import Evidence
 
 CONTROLS = {Role.SAME: Control.AA, Role.INJECTED: Control.INJECTED}
+
+
+def relative(cost: float, higher_is_better: bool) -> float:
+    """A cost in log units as the relative change of its metric, in the metric's own direction."""
+    return math.expm1(-cost if higher_is_better else cost)
 
 
 def number(value: float) -> str:
@@ -63,6 +68,21 @@ class CaseReport:
     def blocks(self) -> tuple[Block, ...]:
         """In the order they ran."""
         return self.finding.blocks
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether more of the metric is an improvement."""
+        return self.finding.case.higher_is_better
+
+    @property
+    def unit(self) -> str:
+        """Of the metric."""
+        return self.finding.case.unit
+
+    @property
+    def metric_and_direction(self) -> str:
+        """The metric, marked where more of it is better."""
+        return f"{self.metric} ↑" if self.higher_is_better else self.metric
 
     @property
     def case(self) -> str:
@@ -124,11 +144,12 @@ class CaseReport:
         """Everything measured and planned, by name."""
         e = self.evidence
         known = {
-            "ratio": e.ratio, "low": e.low, "high": e.high, "cost": self.cost,
-            "e_regressed": e.e_regressed, "e_clear": e.e_equivalence, "e_improved": e.e_improved,
+            "e_regressed": e.e_regressed, "e_equivalence": e.e_equivalence, "e_improved": e.e_improved,
             "blocks": e.blocks, "dropped": e.dropped,
             "delta0": self.bounds.delta0, "delta1": self.bounds.delta1,
         }  # fmt: skip
+        if e.blocks:
+            known |= {"ratio": e.ratio, "low": e.low, "high": e.high, "cost": self.cost}
         return known if self.finding.mde is None else known | {"mde": self.finding.mde}
 
     @property
@@ -140,8 +161,8 @@ class CaseReport:
     def sentence(self) -> str:
         """What was found, in one line."""
         e = self.evidence
-        found = f"{self.case}: {self.verdict}, B / A {percent(e.ratio)}"
-        found += f" ({interval(e)}), e = {e.e_value:.3g}"
+        found = f"{self.case}: {self.verdict}, B / A {change(e)}"
+        found += f" ({interval(e)}), e = {e_value(e)}"
         found += f" after {e.blocks} blocks, MDE {percent(self.detectable)}"
         return "; ".join((found, *self.finding.reasons))
 

@@ -1,8 +1,15 @@
-"""From a chart to SVG that stands in a page: no script, no network, readable on dark and light."""
+"""From charts to SVG that stands in a page: no script, no network, readable on dark and light.
+
+A figure is a list of panels. Each is an SVG of its own, so that the page can put as many of them
+beside each other as it is wide; what a colour means stands once, as text, above them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import html
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import altair as alt
@@ -10,38 +17,86 @@ import vl_convert
 
 from harness.bench.stats.bench_verdict import BenchVerdict
 
-Chart = alt.TopLevelMixin
+WORSE, BETTER = "#d1433d", "#3f83d6"
 COLOURS = {
-    BenchVerdict.REGRESSED: "#d1433d",
+    BenchVerdict.REGRESSED: WORSE,
     BenchVerdict.OK: "#2f9e6b",
-    BenchVerdict.IMPROVED: "#3f83d6",
+    BenchVerdict.IMPROVED: BETTER,
     BenchVerdict.INCONCLUSIVE: "#c08a1e",
     BenchVerdict.INVALID: "#8b8f96",
 }
 SHAPES = {
     BenchVerdict.REGRESSED: "triangle-up",
     BenchVerdict.OK: "circle",
-    BenchVerdict.IMPROVED: "triangle-down",
+    BenchVerdict.IMPROVED: "diamond",
     BenchVerdict.INCONCLUSIVE: "square",
     BenchVerdict.INVALID: "cross",
 }
-ARM_A, ARM_B = "#8b8f96", "#3f83d6"
-WORSE, BETTER, BAND = "#d1433d", "#2f9e6b", "#c08a1e"
-WIDTH, ROW, PANEL = 620, 26, 190
-COLUMNS = 3
-_TEXT = {"labelColor": "currentColor", "titleColor": "currentColor", "titleFontWeight": 600}
+GLYPHS = {"triangle-up": "▲", "circle": "●", "diamond": "◆", "square": "■", "cross": "✚"}
+ARMS = {"A": ("#a06fd0", "circle"), "B": ("#1b9aaa", "square")}
+"""Colour and shape; the colours are no verdict's."""
+WIDTH, HEIGHT, ROW = 284, 180, 26
+"""Of a panel with its axes, and of a row of one, in pixels: a telephone is as wide as one panel."""
+FONT_SIZE = 12
+MOST_TICKS = 5
+_TEXT = {"labelColor": "currentColor", "titleColor": "currentColor", "titleFontWeight": 600,
+         "labelFontSize": FONT_SIZE, "titleFontSize": FONT_SIZE}  # fmt: skip
 CONFIG: dict[str, Any] = {
+    "aria": False,
     "background": None,
-    "font": "system-ui, sans-serif",
+    # The first three are equally wide, so that a label measured here fits there.
+    "font": "Liberation Sans, Arial, Helvetica, sans-serif",
     "view": {"stroke": "currentColor", "strokeOpacity": 0.15},
     "axis": _TEXT | {"gridColor": "currentColor", "gridOpacity": 0.1, "domainOpacity": 0.3,
                      "domainColor": "currentColor", "tickColor": "currentColor", "tickOpacity": 0.3,
-                     "labelLimit": 320},
-    "legend": _TEXT | {"symbolSize": 90},
-    "header": _TEXT | {"titleOpacity": 0, "labelFontWeight": 600},
-    "title": {"color": "currentColor"},
-    "text": {"color": "currentColor"},
+                     "labelLimit": 0, "labelOverlap": "greedy", "labelSeparation": 6},
+    "legend": {"disable": True},
+    "text": {"color": "currentColor", "fontSize": FONT_SIZE},
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LegendKey:
+    """What a mark means: a glyph in its colour, and its name."""
+
+    glyph: str
+    colour: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One chart under its title."""
+
+    title: str
+    chart: Any
+
+    def svg(self, label: str) -> str:
+        """The chart as one SVG element, coloured by the page around it.
+
+        Args:
+            label: what somebody is told who does not see it.
+        """
+        fitted = {"autosize": {"type": "fit", "contains": "padding"}, "config": CONFIG}
+        chart = self.chart.to_dict() | fitted
+        drawn: str = vl_convert.vegalite_to_svg(chart)
+        told = f'role="img" aria-label="{html.escape(label)}"'
+        return drawn.replace("<svg ", f'<svg {told} style="--natural: {chart["width"]}px" ', 1)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Panels that are read alike.
+
+    Args:
+        panels: none of them empty.
+        keys: of the marks.
+        notes: what needs no chart, a sentence each.
+    """
+
+    panels: tuple[Panel, ...]
+    keys: tuple[LegendKey, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def values(rows: Sequence[dict[str, Any]]) -> alt.InlineData:
@@ -49,24 +104,70 @@ def values(rows: Sequence[dict[str, Any]]) -> alt.InlineData:
     return alt.InlineData(values=list(rows))
 
 
-def verdicts(field: str = "verdict", **options: Any) -> dict[str, Any]:
+def verdicts(field: str = "verdict") -> dict[str, Any]:
     """Colour and shape of a verdict: told apart without seeing colours."""
     names = [str(verdict) for verdict in BenchVerdict]
     colours = alt.Scale(domain=names, range=list(COLOURS.values()))
     shapes = alt.Scale(domain=names, range=list(SHAPES.values()))
-    legend = alt.Legend(orient="top", title=None)
     return {
-        "color": alt.Color(f"{field}:N", scale=colours, legend=legend, **options),
-        "shape": alt.Shape(f"{field}:N", scale=shapes, legend=legend, **options),
+        "color": alt.Color(f"{field}:N", scale=colours),
+        "shape": alt.Shape(f"{field}:N", scale=shapes),
     }
 
 
-def percent_axis(title: str) -> dict[str, Any]:
-    """Scale that need not hold zero, and ticks in signed percent."""
-    return {"title": title, "axis": alt.Axis(format="+.1%"), "scale": alt.Scale(zero=False)}
+def verdict_keys(seen: Iterable[BenchVerdict]) -> tuple[LegendKey, ...]:
+    """Of the verdicts that are there."""
+    known = set(seen)
+    return tuple(
+        LegendKey(GLYPHS[SHAPES[r]], COLOURS[r], str(r)) for r in BenchVerdict if r in known
+    )
 
 
-def svg(chart: Any) -> str:
-    """The chart as one SVG element, coloured by the page around it."""
-    drawn: str = vl_convert.vegalite_to_svg(chart.to_dict() | {"config": CONFIG})
-    return drawn
+def arms() -> dict[str, Any]:
+    """Colour and shape of the field "arm"."""
+    colours, shapes = zip(*ARMS.values(), strict=True)
+    return {
+        "color": alt.Color("arm:N", scale=alt.Scale(domain=[*ARMS], range=[*colours])),
+        "shape": alt.Shape("arm:N", scale=alt.Scale(domain=[*ARMS], range=[*shapes])),
+    }
+
+
+def arm_keys() -> tuple[LegendKey, ...]:
+    """Of both arms."""
+    return tuple(
+        LegendKey(GLYPHS[shape], colour, f"arm {a}") for a, (colour, shape) in ARMS.items()
+    )
+
+
+def percent_axis(title: str, domain: tuple[float, float] | None = None) -> dict[str, Any]:
+    """A scale that need not hold zero, and a few ticks in signed percent."""
+    if domain is None:
+        axis = alt.Axis(format="+.1%", tickCount=5)
+        return {"title": title, "axis": axis, "scale": alt.Scale(zero=False)}
+    low, high = domain
+    least = (high - low) / MOST_TICKS
+    decade = 10.0 ** math.floor(math.log10(least))
+    step = next(decade * n for n in (1, 2, 2.5, 5, 10) if decade * n >= least)
+    ticks = [round(n * step, 9) for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    axis = alt.Axis(format="+.0%" if step >= 0.01 else "+.1%", values=ticks)
+    return {"title": title, "axis": axis, "scale": alt.Scale(domain=[low, high], nice=False)}
+
+
+def reach(numbers: Iterable[float | None], room: float = 1.1) -> tuple[float, float]:
+    """A domain that holds all finite numbers and zero, and some room."""
+    known = [n for n in numbers if n is not None and math.isfinite(n)]
+    low, high = min(0.0, *known), max(0.0, *known)
+    spare = (room - 1) * (high - low) or 0.01
+    return low - spare, high + spare
+
+
+def split(
+    rows: Iterable[Mapping[str, Any]], field: str, value: str
+) -> tuple[dict[str, list[dict[str, Any]]], tuple[str, ...]]:
+    """Rows by a field, and a sentence on each group whose value never changes."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row[field], []).append(dict(row))
+    level = {name: here for name, here in groups.items() if len({row[value] for row in here}) == 1}
+    notes = tuple(f"{name}: {here[0][value]:.4g} in every trial." for name, here in level.items())
+    return {name: here for name, here in groups.items() if name not in level}, notes

@@ -11,16 +11,16 @@ from prometheus_client.openmetrics.exposition import generate_latest
 
 from ci.bench.case_report import CaseReport
 from ci.bench.latency_table import LatencyFigure
-from harness.bench.console import percent
+from harness.bench.console import e_value, percent
 
 LABELS = ("session", "workload", "metric", "sku", "a", "b")
 GAUGES: tuple[tuple[str, str, Callable[[CaseReport], float | None]], ...] = (
-    ("ratio", "B / A in the metric's own direction", lambda row: row.evidence.ratio),
-    ("ratio_low", "Lower 95 % bound of the ratio", lambda row: row.evidence.low),
-    ("ratio_high", "Upper 95 % bound of the ratio", lambda row: row.evidence.high),
-    ("slowdown", "ln of the ratio, positive is worse", lambda row: row.cost),
+    ("ratio", "B / A in the metric's own direction", lambda row: row.numbers.get("ratio")),
+    ("ratio_low", "Lower 95 % bound of the ratio", lambda row: row.numbers.get("low")),
+    ("ratio_high", "Upper 95 % bound of the ratio", lambda row: row.numbers.get("high")),
+    ("slowdown", "ln of the ratio, positive is worse", lambda row: row.numbers.get("cost")),
     ("e_regressed", "Evidence for a regression", lambda row: row.evidence.e_regressed),
-    ("e_clear", "Evidence against a regression", lambda row: row.evidence.e_equivalence),
+    ("e_equivalence", "Evidence against a regression", lambda row: row.evidence.e_equivalence),
     ("e_improved", "Evidence for an improvement", lambda row: row.evidence.e_improved),
     ("mde", "Least slowdown that this noise would show, log units", lambda row: row.finding.mde),
     ("blocks", "Valid blocks used", lambda row: row.evidence.blocks),
@@ -47,7 +47,7 @@ def smaller_is_better(rows: Sequence[CaseReport], figures: Sequence[LatencyFigur
             "unit": "× reference",
             "value": round(math.exp(row.cost), 6),
             "range": f"± {_half_width(row)}",
-            "extra": f"{row.verdict}, e = {row.evidence.e_value:.3g}, "
+            "extra": f"{row.verdict}, e = {e_value(row.evidence)}, "
             f"{row.evidence.blocks} blocks, B / A {percent(row.evidence.ratio)}, "
             f"{row.session.environment.commit[:12]}",
         }

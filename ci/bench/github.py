@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ci.bench.bench_report import BenchReport
 from ci.bench.case_report import CaseReport
-from harness.bench.console import interval, percent
+from harness.bench.console import change, e_value, interval, percent
 from harness.bench.stats.bench_verdict import BenchVerdict
 
 MOST_LINES = 60
@@ -49,9 +49,9 @@ def _row(row: CaseReport) -> str:
     cells = (
         row.case,
         f"**{row.verdict}**" if row.is_red else str(row.verdict),
-        percent(e.ratio),
+        change(e),
         interval(e),
-        f"{e.e_value:.3g}",
+        e_value(e),
         percent(row.detectable),
         f"{e.blocks}" + (f" (+{e.dropped} dropped)" if e.dropped else ""),
     )

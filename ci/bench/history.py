@@ -7,18 +7,19 @@ another image starts a new epoch; nights are compared within one epoch alone.
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ci.bench.case_report import relative
 from ci.bench.change_point import Change, changed
+from harness.bench.console import percent
 from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.errors import UsageError, rejected
 
-FORMAT = 1
+FORMAT = 2
 ALARM = 365.0
 """Of the e-detector: at most one false alarm in so many nights (Shin, Ramdas, Rinaldo)."""
 
@@ -39,6 +40,7 @@ class Entry:
         low, high: bounds of ``cost``; None where nothing was shown.
         e: evidence of the night against "at most delta0 worse".
         blocks: valid ones.
+        higher_is_better: whether more of the metric is an improvement.
     """
 
     night: str
@@ -53,6 +55,12 @@ class Entry:
     high: float | None
     e: float
     blocks: int
+    higher_is_better: bool
+
+    @property
+    def change(self) -> float:
+        """B / A as a relative change, in the metric's own direction."""
+        return relative(self.cost, self.higher_is_better)
 
     @property
     def epoch(self) -> tuple[str, str]:
@@ -104,7 +112,7 @@ def read(path: Path) -> list[Entry]:
             data: dict[str, Any] = json.loads(line)
             if (found := data.pop("format", None)) != FORMAT:
                 raise UsageError(rejected("history format", found, FORMAT))
-            entries.append(Entry(**data | {"ruling": BenchVerdict(data["ruling"])}))
+            entries.append(Entry(**data | {"verdict": BenchVerdict(data["verdict"])}))
         except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
             raise UsageError(f"{path}:{number}: not a night of a history ({error})") from error
     return entries
@@ -137,7 +145,8 @@ def notes(found: Mapping[tuple[str, str], Series]) -> list[str]:
             first = one.entries[one.alarms[0]].night
             alarms.append(f"alarm: {case} @ {sku} creeps, confirmed since {first}")
         if one.change:
-            moved = f"{math.expm1(one.change.size):+.1%} since {one.change.night}"
+            size = relative(one.change.size, one.entries[-1].higher_is_better)
+            moved = f"{percent(1 + size)} since {one.change.night}"
             suspected.append(f"suspected change: {case} @ {sku}, {moved}: look there")
     return alarms + suspected
 

@@ -2,102 +2,117 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import altair as alt
 
-from ci.bench.charts import PANEL, ROW, WORSE, percent_axis, values, verdicts
+from ci.bench.case_report import relative
+from ci.bench.charts import (
+    HEIGHT,
+    ROW,
+    WIDTH,
+    WORSE,
+    Drawing,
+    LegendKey,
+    Panel,
+    percent_axis,
+    values,
+    verdict_keys,
+    verdicts,
+)
 from ci.bench.history import Entry, Series
+from harness.bench.console import percent
 
-WIDE = 2 * PANEL
-SeriesKey = tuple[str, str]
+MARKS = {"epoch": ("┊", [2, 3]), "suspected change": ("╎", [6, 3]), "alarm": ("│", [1, 0])}
+"""Glyph and dashes of what a rule begins."""
+COLUMN = 110
+"""Width of a kind of machine, px."""
 
 
-def history(found: Mapping[SeriesKey, Series]) -> Any:
-    """A panel a series: slowdown a night; a rule where an epoch or a suspected change begins."""
+def history(found: Mapping[tuple[str, str], Series]) -> Drawing:
+    """A panel a series: the change a night; a rule where an epoch or a suspected change begins."""
+    panels = tuple(Panel(" @ ".join(key), _history(series)) for key, series in found.items())
+    marked = {mark["mark"]: mark["mark"] for one in found.values() for mark in _marks(one)}
+    keys = [
+        LegendKey(glyph, WORSE if name == "alarm" else "currentColor", name)
+        for name, (glyph, _) in MARKS.items()
+        if name in marked
+    ]
+    seen = (entry.verdict for series in found.values() for entry in series.entries)
+    return Drawing(panels, (*verdict_keys(seen), *keys))
+
+
+def _history(series: Series) -> Any:
     table = [
         {
-            "series": _name(key),
             "night": entry.night,
-            "cost": math.expm1(entry.cost),
-            "low": None if entry.low is None else math.expm1(entry.low),
-            "high": None if entry.high is None else math.expm1(entry.high),
+            "change": entry.change,
+            "low": None if entry.low is None else relative(entry.low, entry.higher_is_better),
+            "high": None if entry.high is None else relative(entry.high, entry.higher_is_better),
             "verdict": str(entry.verdict),
             "epoch": sum(start <= place for start in series.epochs),
         }
-        for key, series in found.items()
         for place, entry in enumerate(series.entries)
     ]
-    marks = [mark for key, series in found.items() for mark in _marks(_name(key), series)]
-    x = alt.X("night:T", title=None, axis=alt.Axis(format="%d %b"))
-    y = alt.Y("cost:Q", **percent_axis("slowdown of B over A"))
-    colour = verdicts()
-    line = (
-        alt.Chart()
-        .mark_line(opacity=0.6, color="currentColor", strokeWidth=1)
-        .encode(x=x, y=y, detail="epoch:N")
-    )
-    ends = alt.Chart().mark_rule(opacity=0.5).encode(x=x, y="low:Q", y2="high:Q")
-    point = alt.Chart().mark_point(filled=True, size=45, opacity=1).encode(x=x, y=y, **colour)
-    names = ["epoch", "suspected change", "alarm"]
-    rule = (
-        alt.Chart()
-        .mark_rule(strokeWidth=1.5)
-        .encode(
-            x="at:T",
-            strokeDash=alt.StrokeDash(
-                "mark:N",
-                title=None,
-                scale=alt.Scale(domain=names, range=[[2, 3], [6, 3], [1, 0]]),
-                legend=alt.Legend(orient="top", symbolStrokeColor="currentColor"),
-            ),
-            color=alt.condition(
-                "datum.mark == 'alarm'", alt.value(WORSE), alt.value("currentColor")
-            ),
-        )
-    )
-    layers = alt.layer(line, ends, point, rule, data=values([*table, *marks]))
-    panel = layers.properties(width=WIDE, height=130)
-    return panel.facet(facet=alt.Facet("series:N", title=None, sort=None), columns=2).resolve_scale(
-        y="independent"
-    )
-
-
-def _marks(name: str, series: Series) -> Iterable[dict[str, Any]]:
-    for start in series.epochs[1:]:
-        yield {"series": name, "mark": "epoch", "at": series.entries[start].night}
-    if series.change:
-        yield {"series": name, "mark": "suspected change", "at": series.change.night}
-    if series.alarms:
-        yield {"series": name, "mark": "alarm", "at": series.entries[series.alarms[0]].night}
-
-
-def _name(key: SeriesKey) -> str:
-    return " @ ".join(key)
-
-
-def heat_map(found: Mapping[SeriesKey, Series]) -> Any:
-    """Case × kind of machine: the verdict of its last night, and its slowdown."""
-    table = [
-        {
-            "case": case,
-            "sku": sku,
-            "verdict": str(series.entries[-1].verdict),
-            "cost": f"{math.expm1(series.entries[-1].cost):+.1%}",
-        }
-        for (case, sku), series in found.items()
+    x = alt.X("night:T", title=None, axis=alt.Axis(format="%d %b", tickCount=4))
+    y = alt.Y("change:Q", **percent_axis("change from A to B"))
+    base = alt.Chart(values(table))
+    line = base.mark_line(opacity=0.6, color="currentColor", strokeWidth=1)
+    ends = base.mark_rule(opacity=0.5, color="currentColor")
+    point = base.mark_point(filled=True, size=45, opacity=1).encode(x=x, y=y, **verdicts())
+    layers = [
+        line.encode(x=x, y=y, detail="epoch:N"),
+        ends.encode(x=x, y="low:Q", y2="high:Q"),
+        point,
     ]
-    skus = {row["sku"] for row in table}
-    base = alt.Chart(values(table)).encode(
-        x=alt.X("sku:N", title=None, axis=alt.Axis(labelAngle=0, orient="top")),
-        y=alt.Y("case:N", title=None),
+    if marks := _marks(series):
+        dashes = alt.Scale(domain=[*MARKS], range=[dash for _, dash in MARKS.values()])
+        rule = alt.Chart(values(marks)).mark_rule(strokeWidth=1.5)
+        colour = alt.condition("datum.mark == 'alarm'", alt.value(WORSE), alt.value("currentColor"))
+        begun = alt.StrokeDash("mark:N", scale=dashes)
+        layers.append(rule.encode(x="at:T", strokeDash=begun, color=colour))
+    return alt.layer(*layers).properties(width=WIDTH, height=HEIGHT)
+
+
+def _marks(series: Series) -> list[dict[str, Any]]:
+    marks = [{"mark": "epoch", "at": series.entries[place].night} for place in series.epochs[1:]]
+    if series.change:
+        marks.append({"mark": "suspected change", "at": series.change.night})
+    if series.alarms:
+        marks.append({"mark": "alarm", "at": series.entries[series.alarms[0]].night})
+    return marks
+
+
+def heat_map(found: Mapping[tuple[str, str], Series]) -> Drawing:
+    """A panel a workload, metric × kind of machine: the last night's verdict and its change."""
+    panels: dict[str, list[dict[str, Any]]] = {}
+    for (case, sku), series in found.items():
+        workload, _, metric = case.rpartition("/")
+        last = series.entries[-1]
+        cell = {
+            "metric": metric,
+            "sku": sku,
+            "verdict": str(last.verdict),
+            "change": percent(1 + last.change),
+        }
+        panels.setdefault(workload, []).append(cell)
+    drawn = tuple(Panel(workload, _heat_map(cells)) for workload, cells in panels.items())
+    return Drawing(drawn, verdict_keys(series.entries[-1].verdict for series in found.values()))
+
+
+def _heat_map(cells: list[dict[str, Any]]) -> Any:
+    skus, metrics = {cell["sku"] for cell in cells}, {cell["metric"] for cell in cells}
+    base = alt.Chart(values(cells)).encode(
+        x=alt.X("sku:N", title=None, axis=alt.Axis(labelAngle=0, orient="top", labelOverlap=False)),
+        y=alt.Y("metric:N", title=None),
     )
-    cell = base.mark_rect(opacity=0.45, cornerRadius=4).encode(color=verdicts()["color"])
-    text = base.mark_text(fontSize=11).encode(text="cost:N")
-    cases = {row["case"] for row in table}
-    return (cell + text).properties(width=max(120 * len(skus), 160), height=ROW * len(cases))
+    layers = alt.layer(
+        base.mark_rect(opacity=0.45, cornerRadius=4).encode(color=verdicts()["color"]),
+        base.mark_text().encode(text="change:N"),
+    )
+    width = max(WIDTH, WIDTH - 2 * COLUMN + COLUMN * len(skus))
+    return layers.properties(width=width, height=ROW * len(metrics) + 30)
 
 
 def last_nights(entries: Iterable[Entry], most: int = 90) -> list[Entry]:

@@ -13,21 +13,36 @@ from markupsafe import Markup
 from ci.bench import history_plots, plots, request_plots
 from ci.bench.bench_report import BenchReport
 from ci.bench.case_report import CaseReport
-from ci.bench.charts import svg
+from ci.bench.charts import Drawing
 from ci.bench.history import Series
-from harness.bench.console import interval, percent
+from ci.report import breakable
+from harness.bench.console import change, interval, percent
 
 HERE = Path(__file__).parent
 
 
+MOST_COLUMNS = 4
+
+
 @dataclass(frozen=True)
 class Figure:
-    """A plot, what it is called, and how to read it."""
+    """A drawing, what it is called, and how to read it."""
 
     id: str
     title: str
     reading: str
-    drawn: Markup
+    drawing: Drawing
+
+    @property
+    def columns(self) -> int:
+        """Panels that stand beside each other on a wide page."""
+        return min(max(len(self.drawing.panels), 1), MOST_COLUMNS)
+
+    @property
+    def drawn(self) -> list[tuple[str, Markup]]:
+        """Title and SVG of every panel."""
+        labelled = ((p.title, p.svg(f"{self.title}: {p.title}")) for p in self.drawing.panels)
+        return [(title, Markup(svg)) for title, svg in labelled]
 
 
 def page(book: BenchReport, series: Mapping[tuple[str, str], Series]) -> str:
@@ -39,7 +54,12 @@ def page(book: BenchReport, series: Mapping[tuple[str, str], Series]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    jinja.filters |= {"percent": percent, "interval": interval}
+    jinja.filters |= {
+        "percent": percent,
+        "interval": interval,
+        "change": change,
+        "breakable": breakable,
+    }
     return jinja.get_template("page.html").render(
         book=book,
         figures=list(figures(book, series)),
@@ -54,8 +74,10 @@ def figures(book: BenchReport, series: Mapping[tuple[str, str], Series]) -> Sequ
     controls = [row for row in book.rows if row.is_control and row.evidence.blocks]
     shifted = [row for s in book.sessions for row in _shifts(book, s.id)]
     steps, facts = request_plots.halves(judged), request_plots.conditions(book.trials)
-    drawn: tuple[tuple[str, str, str, Any, Callable[[Any], Any]], ...] = (
-        ("forest", "Slowdown of every case", FOREST, [*judged, *controls], plots.forest),
+    followed = {key: one for key, one in series.items() if len(one.entries) > 1}
+    spread = series if len({sku for _, sku in series}) > 1 else {}
+    drawn: tuple[tuple[str, str, str, Any, Callable[[Any], Drawing]], ...] = (
+        ("forest", "Change of every case", FOREST, [*judged, *controls], plots.forest),
         ("waterfall", "Which half of TPOT moved", WATERFALL, steps, request_plots.waterfall),
         ("evidence", "Evidence, block by block", EVIDENCE, judged, plots.evidence),
         ("slopes", "Blocks in the order they ran", SLOPES, judged, plots.slopes),
@@ -67,11 +89,11 @@ def figures(book: BenchReport, series: Mapping[tuple[str, str], Series]) -> Sequ
             request_plots.conditions_plot,
         ),
         ("shift", "Which requests moved", SHIFT, shifted, request_plots.shift_plot),
-        ("history", "Nights", HISTORY, series, history_plots.history),
-        ("heat", "Cases on kinds of machines", HEAT, series, history_plots.heat_map),
+        ("history", "Nights", HISTORY, followed, history_plots.history),
+        ("heat", "Cases on kinds of machines", HEAT, spread, history_plots.heat_map),
     )
     return [
-        Figure(name, title, reading, Markup(svg(plot(data))))
+        Figure(name, title, reading, plot(data))
         for name, title, reading, data, plot in drawn
         if data
     ]
@@ -83,18 +105,20 @@ def _shifts(book: BenchReport, session: str) -> list[dict[str, Any]]:
 
 
 FOREST = (
-    "Point: estimate (Hodges–Lehmann). Line: 95 % interval that holds at every look. Band: from "
-    "δ0, up to which an effect counts as none, to δ1, which must not be cleared. Upright tick: the "
-    "least slowdown that this night's noise would have shown (MDE). A pale line has no end: fewer "
-    "than six blocks bound nothing."
+    "B against A, in the metric's own direction; ↑ marks metrics of which more is better. Point: "
+    "estimate (Hodges–Lehmann). Line: 95 % interval that holds at every look; a pale one has no "
+    "end, since fewer than six blocks bound nothing. Band: on the worse side, from δ0, up to which "
+    "an effect counts as none, to δ1, which must not be cleared. Upright tick: the least slowdown "
+    "that this night's noise would have shown (MDE)."
 )
 WATERFALL = (
     "Step time and accept length add up to TPOT. The first is the kernels and the host, the second "
     "the drafts; a rest is the scheduler or the HTTP path."
 )
 EVIDENCE = (
-    "E-values after every block; broken lines are what clears and what blames. One may look after "
-    "every block: all looks together reach the upper line falsely with its stated probability."
+    "E-values after every block that B is worse, not worse or better; broken lines are what clears "
+    "and what blames. One may look after every block: all looks together reach the upper line "
+    "falsely with its stated probability."
 )
 SLOPES = "Both arms of a block are joined, in the order the coin gave them. Pale: a dropped block."
 MACHINE = (
@@ -107,7 +131,8 @@ SHIFT = (
     "end."
 )
 HISTORY = (
-    "Slowdown against the pinned reference, measured the same night. A change is a place to look; "
-    "an alarm, which weighs all nights together, is confirmed."
+    "Change against the pinned reference, measured the same night, in the metric's own direction. "
+    "A suspected change is a place to look; an alarm, which weighs all nights together, is "
+    "confirmed."
 )
-HEAT = "The verdict of each case's last night on each kind of machine, and its slowdown."
+HEAT = "The verdict of each case's last night on each kind of machine, and its change."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import altair as alt
@@ -12,21 +13,29 @@ import numpy as np
 
 from ci.bench.case_report import CaseReport
 from ci.bench.charts import (
-    ARM_A,
-    ARM_B,
     BETTER,
-    COLUMNS,
-    PANEL,
+    HEIGHT,
+    ROW,
+    WIDTH,
     WORSE,
+    Drawing,
+    LegendKey,
+    Panel,
+    arm_keys,
+    arms,
     percent_axis,
+    reach,
+    split,
     values,
 )
+from harness.bench.console import percent
 from harness.bench.session_records import Sample, Session, Trial
 from harness.bench.stats.decomposition import decompose
 
 DECILES = tuple(range(10, 100, 10))
 HALVES = ("tpot", "step_time", "accept_length")
 PARTS = ("step time", "accept length", "rest", "TPOT")
+WAYS = {"slower": WORSE, "faster": BETTER}
 
 
 def ttft(sample: Sample) -> float | None:
@@ -91,15 +100,27 @@ def _spread(workload: str, name: str, found: Any) -> Iterator[dict[str, Any]]:
         }
 
 
-def shift_plot(rows: Sequence[dict[str, Any]]) -> Any:
+def shift_plot(rows: Sequence[dict[str, Any]]) -> Drawing:
     """A panel a workload and time: the shift of every decile, its range over the blocks behind."""
-    x = alt.X("decile:Q", title="decile of requests", axis=alt.Axis(values=[10, 30, 50, 70, 90]))
-    shift = percent_axis("shift from A to B")
-    band = alt.Chart().mark_area(opacity=0.2).encode(x=x, y=alt.Y("low:Q", **shift), y2="high:Q")
-    line = alt.Chart().mark_line(point=True).encode(x=x, y=alt.Y("shift:Q", **shift))
+    ends = reach(row[end] for row in rows for end in ("low", "high"))
+    places = groupby(rows, key=lambda row: row["panel"])
+    return Drawing(tuple(Panel(place, _shift_plot([*here], ends)) for place, here in places))
+
+
+def _shift_plot(rows: Sequence[dict[str, Any]], ends: tuple[float, float]) -> Any:
+    axis = alt.Axis(values=[10, 30, 50, 70, 90], format="d")
+    x = alt.X("decile:Q", title="percentile of requests", axis=axis)
+    shift = percent_axis("change from A to B", ends)
+    band = alt.Chart().mark_area(opacity=0.2, color="currentColor")
+    line = alt.Chart().mark_line(point={"color": "currentColor"}, color="currentColor")
     zero = alt.Chart().mark_rule(color="currentColor", opacity=0.5).encode(y=alt.datum(0))
-    layered = alt.layer(band, zero, line, data=values(rows)).properties(width=PANEL, height=120)
-    return layered.facet(facet=alt.Facet("panel:N", title=None, sort=None), columns=COLUMNS)
+    layers = alt.layer(
+        band.encode(x=x, y=alt.Y("low:Q", **shift), y2="high:Q"),
+        zero,
+        line.encode(x=x, y=alt.Y("shift:Q", **shift)),
+        data=values(rows),
+    )
+    return layers.properties(width=WIDTH, height=HEIGHT)
 
 
 FACTS = (("mhz", "SM clock, MHz"), ("celsius", "GPU, °C"), ("load", "host load / cores"))
@@ -115,21 +136,26 @@ def conditions(trials: Iterable[Trial]) -> list[dict[str, Any]]:
     ]
 
 
-def conditions_plot(rows: Sequence[dict[str, Any]]) -> Any:
+def conditions_plot(rows: Sequence[dict[str, Any]]) -> Drawing:
     """A panel a fact: its value in every trial of the night, both arms in the order they ran."""
-    arms = alt.Scale(domain=["A", "B"], range=[ARM_A, ARM_B])
-    point = (
+    panels, notes = split(rows, "fact", "value")
+    drawn = tuple(Panel(fact, _conditions(here)) for fact, here in panels.items())
+    return Drawing(drawn, arm_keys() if drawn else (), notes)
+
+
+def _conditions(rows: Sequence[dict[str, Any]]) -> Any:
+    trials = alt.Axis(tickMinStep=1, tickCount=5, format="d")
+    axis = alt.Axis(format=".4~g", tickCount=5)
+    return (
         alt.Chart(values(rows))
-        .mark_point(filled=True, size=30, opacity=0.9, aria=False)
+        .mark_point(filled=True, size=20, opacity=0.9)
         .encode(
-            x=alt.X("trial:Q", title="trials, in run order", axis=alt.Axis(tickMinStep=1)),
-            y=alt.Y("value:Q", title=None, scale=alt.Scale(zero=False)),
-            color=alt.Color("arm:N", title="arm", scale=arms, legend=alt.Legend(orient="top")),
+            x=alt.X("trial:Q", title="trials, in run order", axis=trials),
+            y=alt.Y("value:Q", title=None, axis=axis, scale=alt.Scale(zero=False)),
+            **arms(),
         )
-        .properties(width=PANEL, height=110)
+        .properties(width=WIDTH, height=HEIGHT)
     )
-    facet = alt.Facet("fact:N", title=None, sort=None)
-    return point.facet(facet=facet, columns=COLUMNS).resolve_scale(y="independent")
 
 
 def halves(rows: Sequence[CaseReport]) -> list[dict[str, Any]]:
@@ -153,27 +179,26 @@ def halves(rows: Sequence[CaseReport]) -> list[dict[str, Any]]:
 def _bar(workload: str, part: str, start: float, end: float) -> dict[str, Any]:
     way = "slower" if end > start else "faster"
     ends = {"start": math.expm1(start), "end": math.expm1(end)}
-    return {"workload": workload, "part": part, "way": way, "cause": ""} | ends
+    told = {"right": max(ends.values()), "size": percent(math.exp(end - start))}
+    return {"workload": workload, "part": part, "way": way, "cause": ""} | ends | told
 
 
-def waterfall(steps: Sequence[dict[str, Any]]) -> Any:
+def waterfall(steps: Sequence[dict[str, Any]]) -> Drawing:
     """A panel a workload: step time, accept length and the rest add up to TPOT."""
-    colour = alt.Color(
-        "way:N",
-        title=None,
-        scale=alt.Scale(domain=["slower", "faster"], range=[WORSE, BETTER]),
-        legend=alt.Legend(orient="top"),
+    ends = reach((row[end] for row in steps for end in ("start", "end")), room=1.45)
+    places = groupby(steps, key=lambda row: row["workload"])
+    panels = tuple(Panel(place, _waterfall([*here], ends)) for place, here in places)
+    return Drawing(panels, tuple(LegendKey("■", colour, way) for way, colour in WAYS.items()))
+
+
+def _waterfall(steps: Sequence[dict[str, Any]], ends: tuple[float, float]) -> Any:
+    ways = alt.Scale(domain=[*WAYS], range=[*WAYS.values()])
+    base = alt.Chart(values(steps)).encode(y=alt.Y("part:N", title=None, sort=PARTS))
+    bar = base.mark_bar(size=ROW - 8).encode(
+        x=alt.X("start:Q", **percent_axis("effect on TPOT", ends)),
+        x2="end:Q",
+        color=alt.Color("way:N", scale=ways),
+        opacity=alt.condition("datum.part == 'TPOT'", alt.value(1), alt.value(0.6)),
     )
-    bar = (
-        alt.Chart(values(steps))
-        .mark_bar(size=26)
-        .encode(
-            x=alt.X("part:N", title=None, sort=PARTS, axis=alt.Axis(labelAngle=-30)),
-            y=alt.Y("start:Q", **percent_axis("effect on TPOT")),
-            y2="end:Q",
-            color=colour,
-            opacity=alt.condition("datum.part == 'TPOT'", alt.value(1), alt.value(0.6)),
-        )
-    )
-    panel = bar.properties(width=PANEL, height=130)
-    return panel.facet(facet=alt.Facet("workload:N", title=None, sort=None), columns=COLUMNS)
+    size = base.mark_text(align="left", dx=5).encode(x="right:Q", text="size:N")
+    return alt.layer(bar, size).properties(width=WIDTH, height=ROW * len(PARTS) + 56)

@@ -15,22 +15,28 @@ from rich.console import Console
 
 from ci.nightly import checks, machine, nightly_run, stages, trials
 from ci.nightly.show import show, unverified_lines
+from harness.core.argument_types import CommandLine
 from harness.errors import UsageError, rejected
 
-EXTRAS = ("test", "plots")
+REPORT = Path("report/nightly")
+EXTRAS = ("test",)
 NightlyConfig = dict[str, Any]
 
 
 def parser(config: NightlyConfig) -> argparse.ArgumentParser:
     """The command line; its defaults stand in ``nightly.toml``."""
-    made = argparse.ArgumentParser(prog="python -m ci.nightly", description=__doc__)
+    made = CommandLine(prog="python -m ci.nightly", description=__doc__)
     made.add_argument("--dry-run", action="store_true", help="plan and check, launch no kernel")
-    made.add_argument("--report", type=Path, default=Path("report/nightly"), metavar="DIR")
-    made.add_argument("--history", type=Path, metavar="FILE", help="default: DIR/history.jsonl")
+    made.add_argument(
+        "--report", type=Path, default=REPORT, metavar="DIR", help="of what is written"
+    )
+    made.add_argument(
+        "--history", type=Path, metavar="FILE", help="of the nights; DIR/history.jsonl unless given"
+    )
     bench = config["bench"]
     made.add_argument("--reference", default=bench["reference"], metavar="PIN", help="arm A")
     made.add_argument("--candidate", default=bench["candidate"], metavar="PIN", help="arm B")
-    made.add_argument("--attention-backend", metavar="NAME", help="not the machine's own")
+    made.add_argument("--attention-backend", metavar="NAME", help="instead of the GPU's own")
     made.add_argument("--unpinned", action="store_true", help="accept other versions of packages")
     made.add_argument("--gpu", metavar="MAJOR.MINOR", help="whose kernels a dry run plans for")
     return made

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ci.offline.bundle import build, specification
 from ci.offline.run import run
+from harness.core.argument_types import CommandLine
 from harness.errors import UsageError, rejected
 
 LANES = tuple(specification()["lanes"])
@@ -31,17 +32,17 @@ def size(text: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line: one subcommand a machine."""
-    made = argparse.ArgumentParser(prog="python3 -m ci.offline", description=__doc__)
-    verbs = made.add_subparsers(dest="verb", required=True, metavar="build | run")
+    made = CommandLine(prog="python3 -m ci.offline", description=__doc__)
+    verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB", help="one of:")
     builds = verbs.add_parser("build", help="download, strip and pack what the machine lacks")
     builds.add_argument(
         "out", type=Path, metavar="OUT", help="holds part-0/, part-1/, … afterwards"
     )
-    builds.add_argument("--size", type=size, default="38M", help="of one part at most (38M)")
+    builds.add_argument("--size", type=size, default="38M", help="of one part at most")
     runs = verbs.add_parser("run", help="unpack a bundle once and run a lane on it")
     runs.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder that build wrote")
     for verb in (builds, runs):
-        verb.add_argument("--lane", choices=LANES, default=LANES[0], help=f"default: {LANES[0]}")
+        verb.add_argument("--lane", choices=LANES, default=LANES[0], help="what is to be run")
     return made
 
 

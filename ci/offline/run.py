@@ -15,6 +15,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from ci.offline import metadata
 from ci.offline.bundle import RELEASES_FOLDER, specification
 from harness.core.paths import ROOT
 from harness.errors import UsageError, rejected
@@ -24,7 +25,7 @@ CACHE, JIT = "SPECGATE_CACHE", "FLASHINFER_WORKSPACE_BASE"
 
 
 def run(bundle: Path, lane: str, args: list[str]) -> int:
-    """Exit code of a lane, run by this Python with the bundle's packages.
+    """Exit code of a lane, run by this Python with the bundle's packages and this checkout.
 
     Args:
         bundle: folder of ``part-*/``.
@@ -32,17 +33,21 @@ def run(bundle: Path, lane: str, args: list[str]) -> int:
         args: handed to it.
 
     Raises:
-        UsageError: the bundle is incomplete or damaged, or the machine is not the one it is for.
+        UsageError: the bundle is incomplete or damaged, or the machine is not the one it is for,
+            or the project's metadata cannot be written.
     """
     check_machine(specification()["machine"])
     cache = Path(os.environ.get(CACHE) or Path.home() / ".cache" / "specgate").absolute()
     site = unpack(bundle, cache)
-    paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
-    changes = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     defaults = {JIT: str(cache / "jit"), RELEASES: str(site / RELEASES_FOLDER)}
-    environment = defaults | os.environ | changes
+    environment = defaults | os.environ | {"OMP_NUM_THREADS": "1"}
     Path(environment[JIT]).mkdir(parents=True, exist_ok=True)
-    return subprocess.run(command(lane, args), cwd=ROOT, env=environment, check=False).returncode
+    with tempfile.TemporaryDirectory() as folder:
+        metadata.write(Path(folder), site)
+        paths = [str(site), folder, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+        words = command(lane, args)
+        return subprocess.run(words, cwd=ROOT, env=environment, check=False).returncode
 
 
 def command(lane: str, args: list[str]) -> list[str]:

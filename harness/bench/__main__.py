@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from harness.bench.analysis import findings, verdict
 from harness.bench.console import conclude
 from harness.bench.jsonl import read
 from harness.bench.session_records import Line
+from harness.core.argument_types import CommandLine
 from harness.errors import SpecgateError
 
 
@@ -29,11 +29,12 @@ def show(lines: Iterable[Line], console: Console) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, 1 for a red verdict, 2 for records that are none."""
-    parser = argparse.ArgumentParser(prog="specgate compare", description=__doc__)
-    parser.add_argument("records", type=Path, help="a bench.jsonl")
+    parser = CommandLine(prog="specgate compare", description=__doc__)
+    packed = "a bench.jsonl, or one packed as bench.jsonl.gz"
+    parser.add_argument("records", type=Path, metavar="RECORDS", help=packed)
     options = parser.parse_args(argv)
     try:
-        return show(read(options.records), Console(width=None if sys.stdout.isatty() else 160))
+        return show(read(options.records), Console())
     except SpecgateError as error:
         print(f"specgate compare: {error}", file=sys.stderr)
         return 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +20,7 @@ SLOWED = ("step_time", "tpot")
 """Metrics that a slowdown of a server's steps shows in; either will do."""
 NOISY = 3
 """Fewest A/A blocks that say anything about noise."""
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
 WORST_FIRST = (
     BenchVerdict.INVALID,
     BenchVerdict.REGRESSED,
@@ -167,6 +170,34 @@ def _with_mde(found: Finding, same: Finding | None) -> Finding:
     if same is None or len(same.effects) < NOISY:
         return found
     return replace(found, mde=detectable(same.effects, found.case.bounds, found.session.thresholds))
+
+
+def dropped(found: Iterable[Finding]) -> list[str]:
+    """One line for each workload of a session that lost blocks: how many, and why.
+
+    Reasons that differ in their numbers alone are told once, with the largest of them.
+    """
+    worst: dict[tuple[str, str], Finding] = {}
+    for f in found:
+        place = f.session.id, f.workload.id
+        if f.evidence.dropped > (worst[place].evidence.dropped if place in worst else 0):
+            worst[place] = f
+    return [
+        f"{session} {workload}: {f.evidence.dropped} of {len(f.blocks)} blocks dropped: "
+        + "; ".join(f"{count} × {reason}" for reason, count in _alike(f.blocks))
+        for (session, workload), f in worst.items()
+    ]
+
+
+def _alike(blocks: Sequence[Block]) -> list[tuple[str, int]]:
+    """First lines of the blocks' reasons, and of how many blocks, the most frequent first."""
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for block in blocks:
+        for reason in block.invalid:
+            line = reason.partition("\n")[0]
+            groups[NUMBER.sub("#", line)].append(line)
+    ranked = sorted(groups.values(), key=len, reverse=True)
+    return [(max(lines), len(lines)) for lines in ranked]
 
 
 def verdict(found: Sequence[Finding]) -> RunVerdict:

@@ -59,7 +59,7 @@ def blocks_of(session: Session, trials: Sequence[Trial], case: CasePlan) -> tupl
 def _block(index: int, row: Sequence[Trial], metric: str, *, clocked: bool) -> Block:
     why = [reason for trial in row for reason in trial.invalid]
     why += reasons([trial.conditions for trial in row])
-    if any(metric not in trial.metrics for trial in row):
+    if not why and any(metric not in trial.metrics for trial in row):
         why.append(f"{metric}: not measured in every trial")
     if clocked and any(trial.mhz is None for trial in row):
         why.append("mhz: sampled in some trials only")

@@ -7,10 +7,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from harness.bench.server_pool import Server
 from harness.bench.session_records import ArmFacts
+from harness.core.argument_types import is_http_url
 from harness.errors import ContractError, UsageError, rejected
 from harness.server.launch import process
 from harness.server.launch.sglang_command import sglang
@@ -33,6 +35,24 @@ KINDS: dict[str, tuple[str, ...]] = {
     "sglang": (*COMMON, "backend", "target", "draft", "args", *SGLANG),
 }
 NUMBERS = {*SGLANG, "page_size", "num_pages"}
+FORMS = {
+    "embedded:KEY=VALUE,…": "this project's engine, as specgate serve starts it",
+    "sglang:KEY=VALUE,…": "an interpreter's sglang, with a shipped pair or a model",
+    "url:http://HOST:PORT": "a server that runs",
+}
+MEANINGS = {
+    "pair": "gqa (the default) or mla, a shipped target and draft",
+    "python": "interpreter to run it, of an environment with another version",
+    "slowdown": "part of every step's time to add; 0.05 is 5 %",
+    "name": "what records and tables call it",
+    "backend": "attention backend, such as triton (the default) or trtllm_mha",
+    "target": "folder of a model, instead of a pair",
+    "draft": "folder of its draft, or none",
+    "args": "further flags of sglang.launch_server, separated by spaces",
+}
+"""What the keys mean that are no options of ``specgate serve``."""
+EXAMPLE = "--a sglang:pair=gqa --b sglang:pair=gqa,backend=flashinfer"
+WIDTH = 78
 DEFAULT_PAIR = "gqa"
 MOST_SLOWDOWN = 10.0
 VERSIONS = "import importlib.metadata as m, sys; print(*(m.version(p) for p in sys.argv[1:]))"
@@ -134,7 +154,7 @@ def parse(spec: str, pairs: Mapping[str, Path] | None = None) -> Arm:
         UsageError: naming the word and what is accepted.
     """
     kind, _, rest = spec.partition(":")
-    if kind == "url" and rest.startswith(("http://", "https://")):
+    if kind == "url" and is_http_url(rest):
         return Arm(spec=spec, kind=kind, options={}, url=rest.rstrip("/"))
     if kind not in KINDS:
         accepted = "embedded:KEY=VALUE,… or sglang:KEY=VALUE,… or url:http://…"
@@ -158,6 +178,27 @@ def parse(spec: str, pairs: Mapping[str, Path] | None = None) -> Arm:
     if arm.pairs and arm.pair and arm.pair not in arm.pairs:
         raise UsageError(rejected(f"pair of {kind}", arm.pair, ", ".join(arm.pairs)))
     return arm
+
+
+def grammar() -> str:
+    """How a word for an arm is written: its forms, its keys, an example; indented lines."""
+    keys = [f"  {name:<10}{meaning}" for name, meaning in MEANINGS.items()]
+    options = [
+        fill(f"{kind}: {', '.join(known)}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+        for kind, known in KINDS.items()
+    ]
+    return "\n\n".join(
+        [
+            "SPEC, which stands for an arm, is one of",
+            "\n".join(f"  {form:<22}{meaning}" for form, meaning in FORMS.items()),
+            "KEY is one of",
+            "\n".join(options),
+            "The options of specgate serve mean what they mean there; besides,",
+            "\n".join(keys),
+            "for example",
+            f"  {EXAMPLE}",
+        ]
+    )
 
 
 def _slowdown(text: str) -> float:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 from types import TracebackType
 
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from harness.bench.analysis import Finding
+from harness.bench.analysis import Finding, dropped
 from harness.bench.session_records import Session, Trial
 from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.sequential_test import Evidence
@@ -24,7 +26,7 @@ COLOURS = {
     BenchVerdict.OK: "green",
     BenchVerdict.IMPROVED: "bold green",
 }
-HEADS = ("session", "workload", "metric", "ruling", "B / A", "95 %", "e", "MDE", "blocks")
+HEADS = ("metric", "verdict", "B / A", "95 %", "e", "MDE", "blocks")
 
 
 def percent(ratio: float | None) -> str:
@@ -34,30 +36,62 @@ def percent(ratio: float | None) -> str:
     return f"{100 * (ratio - 1):+.1f} %" if 0.0 < ratio < math.inf else "…"
 
 
+def change(evidence: Evidence) -> str:
+    """Its ratio as a change; "–" where no block stands behind it."""
+    return percent(evidence.ratio if evidence.blocks else None)
+
+
 def interval(evidence: Evidence) -> str:
-    """The bounds of its ratio, such as "-1.1 % to +6.9 %"."""
-    return f"{percent(evidence.low)} to {percent(evidence.high)}"
+    """The bounds of its ratio, such as "-1.1 to +6.9 %"; "–" where nothing is bounded."""
+    low, high = percent(evidence.low), percent(evidence.high)
+    return "–" if low == high == "…" else f"{low.removesuffix(' %')} to {high}"
 
 
-def table(found: Sequence[Finding]) -> Table:
-    """One row a finding, in their order."""
-    made = Table(*HEADS, box=None, pad_edge=False)
-    for f in found:
-        evidence = f.evidence
-        said = str(f.verdict) if evidence.over else f"({f.verdict})"
-        dropped = f" +{evidence.dropped} dropped" if evidence.dropped else ""
-        made.add_row(
-            f.session.id,
-            f.workload.id,
-            f.metric,
-            Text(said, style=COLOURS[f.verdict]),
-            percent(evidence.ratio),
-            interval(evidence),
-            f"{evidence.e_value:.3g}",
-            "" if f.mde is None else percent(math.exp(f.mde)),
-            f"{evidence.blocks} of {f.case.bounds.n_max}{dropped}",
+def e_value(evidence: Evidence) -> str:
+    """The one behind its ruling, in at most seven characters."""
+    e = evidence.e_value
+    return f"{e:.3g}" if 1.0 <= e < 1000.0 else f"{e:.2g}"
+
+
+def table(found: Sequence[Finding]) -> Group:
+    """One row a finding under its session and workload, within 80 columns; then dropped blocks."""
+    rows = [_row(f) for f in found]
+    columns = zip(HEADS, *rows, strict=True)
+    widths = [max(cell_len(str(cell)) for cell in column) for column in columns]
+    tables = []
+    for place, here in groupby(zip(found, rows, strict=True), key=lambda one: _place(one[0])):
+        made = Table(
+            title=place,
+            title_justify="left",
+            title_style="bold",
+            box=None,
+            pad_edge=False,
+            padding=(0, 1, 0, 0),
         )
-    return made
+        for head, width in zip(HEADS, widths, strict=True):
+            made.add_column(head, width=width, overflow="fold")
+        for _, row in here:
+            made.add_row(*row)
+        tables.append(made)
+    return Group(*tables, *map(Text, dropped(found)))
+
+
+def _place(f: Finding) -> str:
+    return f"{f.session.id}, {f.workload.id}"
+
+
+def _row(f: Finding) -> tuple[Text | str, ...]:
+    evidence = f.evidence
+    said = str(f.verdict) if evidence.over else f"({f.verdict})"
+    return (
+        f.metric,
+        Text(said, style=COLOURS[f.verdict]),
+        change(evidence),
+        interval(evidence),
+        e_value(evidence) if evidence.blocks else "–",
+        "" if f.mde is None else percent(math.exp(f.mde)),
+        f"{evidence.blocks}/{f.case.bounds.n_max}",
+    )
 
 
 class ConsoleView:
@@ -72,17 +106,19 @@ class ConsoleView:
         self._console = console
         self._bars = Progress(
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("{task.fields[last]}"),
             TimeElapsedColumn(),
             console=console,
+            expand=True,
         )
         self._tasks = {
             session.id: self._bars.add_task(session.id, total=_most(session), last="")
             for session in sessions
         }
         self._live = Live(self._bars, console=console, transient=True)
+        self._told: Sequence[str] = ()
 
     def __enter__(self) -> ConsoleView:
         if self._console.is_terminal:
@@ -106,6 +142,13 @@ class ConsoleView:
             open_cases = sum(not f.evidence.over for f in found)
             blocks = max(f.evidence.blocks for f in found)
             self._console.print(f"{blocks} blocks, {open_cases} of {len(found)} cases undecided")
+            self._tell(dropped(found))
+
+    def _tell(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            if line not in self._told:
+                self._console.print(line, markup=False, highlight=False)
+        self._told = lines
 
 
 def _most(session: Session) -> int:

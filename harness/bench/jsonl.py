@@ -28,7 +28,7 @@ from harness.bench.stats.validity import Conditions
 from harness.core.record import Environment
 from harness.errors import UsageError, rejected
 
-FORMAT = 2
+FORMAT = 3
 PACKED = ".gz"
 """Ending of records that were packed; they can be read, and not be added to."""
 
@@ -122,12 +122,13 @@ def read(path: Path) -> Iterator[Line]:
 
 
 def _text(path: Path) -> str:
-    if path.suffix != PACKED:
-        return path.read_text(encoding="utf-8")
+    is_packed = path.suffix == PACKED
     try:
-        return gzip.decompress(path.read_bytes()).decode()
-    except (EOFError, OSError, zlib.error) as error:
-        raise UsageError(rejected("bench records", str(path), f"a whole {PACKED} file")) from error
+        data = path.read_bytes()
+        return (gzip.decompress(data) if is_packed else data).decode()
+    except (EOFError, OSError, UnicodeDecodeError, zlib.error) as error:
+        accepted = f"a whole {PACKED} file of JSON lines" if is_packed else "JSON lines in UTF-8"
+        raise UsageError(rejected("bench records", str(path), accepted)) from error
 
 
 def mend(path: Path) -> None:

@@ -15,8 +15,10 @@ from urllib.parse import urlsplit
 import psutil
 
 from harness.bench.nvml import GpuReading
+from harness.bench.stats.validity import Conditions, reasons
 
 PERIOD_S = 0.1
+LOOK_S = 1.0
 NICENESS = -10
 
 
@@ -99,6 +101,13 @@ class MachineMonitor:
             "machine": self.gpu.machine,
             "pcie_full": self.gpu.pcie_full,
         }
+
+
+def look(probe: MachineMonitor, seconds: float = LOOK_S) -> tuple[str, ...]:
+    """Why a block measured now would be dropped, before any server was started."""
+    with probe:
+        time.sleep(seconds)
+    return reasons([Conditions(**probe.facts())])
 
 
 def _spent(process: psutil.Process) -> float:

@@ -25,6 +25,19 @@ def percentile_99(values: Sequence[float]) -> float:
     return sorted(values)[math.ceil(0.99 * len(values)) - 1]
 
 
+NAMES = (
+    "ttft",
+    "tpot",
+    "output_throughput",
+    "ttft_p99",
+    "tpot_p99",
+    "itl",
+    "step_time",
+    "accept_length",
+)
+"""Of everything that a trial may measure."""
+
+
 def metrics(passes: Sequence[WorkloadRun]) -> dict[str, float]:
     """Numbers of a trial by the name of their margin; none of passes in which a request failed.
 

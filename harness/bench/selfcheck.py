@@ -24,7 +24,7 @@ from harness.bench.analysis import Finding, findings
 from harness.bench.jsonl import read
 from harness.bench.session_records import Role, Trial
 from harness.bench.stats.bench_verdict import BenchVerdict
-from harness.core.argument_types import above_zero, count
+from harness.core.argument_types import CommandLine, above_zero, count
 from harness.core.paths import ROOT
 from harness.server.launch.process import embedded, launch
 
@@ -114,13 +114,21 @@ def table(outcomes: Sequence[SelfCheckOutcome]) -> Table:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if every A/A session was left alone and every planted slowdown found, else 1."""
-    parser = argparse.ArgumentParser(prog="harness.bench.selfcheck", description=__doc__)
-    parser.add_argument("--runs", type=count, default=20, metavar="N")
+    parser = CommandLine(prog="python -m harness.bench.selfcheck", description=__doc__)
+    parser.add_argument("--runs", type=count, default=20, metavar="N", help="of both sessions")
     parser.add_argument("--pair", default="gqa", help="of the embedded server")
-    parser.add_argument("--planted", type=above_zero, default=0.05, metavar="PART")
+    parser.add_argument(
+        "--planted", type=above_zero, default=0.05, metavar="PART", help="slowdown; 0.05 is 5 %%"
+    )
     parser.add_argument("--passes", type=count, default=1, metavar="N", help="of every trial")
     parser.add_argument("--blocks-at-most", type=count, default=32, metavar="N", help="of a case")
-    parser.add_argument("--out", type=Path, default=Path("report/selfcheck"), metavar="FOLDER")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("report/selfcheck"),
+        metavar="FOLDER",
+        help="of the records",
+    )
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     outcomes = [run(number, options) for number in range(options.runs)]

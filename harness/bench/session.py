@@ -16,6 +16,7 @@ from harness.bench.measure import TrialSlot
 from harness.bench.plan import Levels, Setup, check_resumed, sessions
 from harness.bench.server_pool import stopped_together
 from harness.bench.session_records import Line, Session
+from harness.core.argument_types import check_writable
 from harness.core.record import Environment
 from harness.errors import ContractError, UsageError, rejected
 
@@ -50,8 +51,7 @@ class BenchRun:
             UsageError: ``out`` holds records that are not resumed, or another plan.
             ContractError: an arm did not even pass its rehearsal.
         """
-        logs = self.out.parent / f"{self.out.stem}-logs"
-        logs.mkdir(parents=True, exist_ok=True)
+        logs = self._folder_of_logs()
         lines = self._begin(logs)
         plans = [line for line in lines if isinstance(line, Session)]
         with ConsoleView(plans, self.console) as screen:
@@ -67,11 +67,27 @@ class BenchRun:
                 side_by_side=self.side_by_side,
             ).run()
 
-    def _begin(self, logs: Path) -> list[Line]:
+    def _folder_of_logs(self) -> Path:
+        """Make it; whether anything can be written is known before a server starts.
+
+        Raises:
+            UsageError: ``out`` cannot be written, or holds records that are not resumed.
+        """
         if self.out.suffix == PACKED:
             raise UsageError(rejected("out", str(self.out), "a file that is not packed"))
-        if self.out.exists() and not self.resume:
+        if self.out.is_file() and not self.resume:
             raise UsageError(rejected("out", str(self.out), "a new file, or --resume"))
+        logs = self.out.parent / f"{self.out.stem}-logs"
+        try:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            accepted = f"a file in a folder that can be made ({error.strerror})"
+            raise UsageError(rejected("out", str(self.out), accepted)) from error
+        check_writable(self.out, "out")
+        logs.mkdir(exist_ok=True)
+        return logs
+
+    def _begin(self, logs: Path) -> list[Line]:
         if self.out.exists():
             mend(self.out)
             lines = list(read(self.out))

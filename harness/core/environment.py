@@ -12,6 +12,9 @@ import torch
 
 from harness.core.paths import ROOT
 from harness.core.record import Environment
+from harness.errors import UsageError, rejected
+
+DEVICES = "cpu, cuda, cuda:1, …"
 
 
 @cache
@@ -34,6 +37,24 @@ def environment(device: str = "cpu") -> Environment:
         commit=command("git", "-C", str(ROOT), "rev-parse", "HEAD"),
         dirty=bool(changes),
     )
+
+
+def present(name: str, field: str) -> torch.device:
+    """The device of a name, which this machine has.
+
+    Raises:
+        UsageError: it has none; ``field`` is where the name was given.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(rejected(field, name, DEVICES)) from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(rejected(field, name, DEVICES))
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = f"cpu; {torch.cuda.device_count()} CUDA devices are here"
+        raise UsageError(rejected(field, name, found))
+    return device
 
 
 def compute_capability(device: torch.device | str) -> tuple[int, int] | None:

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UsageError
+from harness.errors import UsageError, rejected
 
 FORMAT = 1
 
@@ -100,6 +100,7 @@ class Record:
         environment: the machine.
         reproduce: the command that runs this trial alone.
         planned: trials of the run it belongs to, itself among them; 0 where nobody counted.
+        recorded: when, ISO 8601, UTC; empty where nobody looked.
     """
 
     case: str
@@ -117,6 +118,7 @@ class Record:
     environment: Environment
     reproduce: str = ""
     planned: int = 0
+    recorded: str = ""
 
     @property
     def worst(self) -> float:
@@ -158,11 +160,16 @@ def read_records(path: Path) -> Iterator[Record]:
     """Every record of a file, in order.
 
     Raises:
-        UsageError: the file is missing or a line is not a record; the message names the line.
+        UsageError: the file is missing or no text, or a line is not a record; the message names
+            the line.
     """
     if not path.is_file():
-        raise UsageError(f"records = {str(path)!r} is not accepted; accepted: an existing file")
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        raise UsageError(rejected("records", str(path), "an existing file"))
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(rejected("records", str(path), "JSON lines in UTF-8")) from error
+    for number, line in enumerate(lines, start=1):
         try:
             yield Record.from_json(line)
         except UsageError as error:

@@ -32,7 +32,7 @@ def load(module: str, kernel: str) -> Any:
         reason = str(error).strip().partition("\n")[0]
         raise UsageError(
             f"{kernel} needs {wanted}, which cannot be imported ({reason}); "
-            "install it with: pip install 'specgate[gpu]'"
+            "install it with: pip install -e '.[gpu]'"
         ) from error
 
 

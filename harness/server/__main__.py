@@ -4,104 +4,189 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
+import json
+import signal
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-from harness.core.argument_types import count
+from harness.core.argument_types import CommandLine, count, port
 from harness.core.paths import MODELS
+from harness.errors import UsageError, rejected
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from harness.server.engine_process.supervisor import Supervisor
 
 CONTEXT_LENGTH = 512
+SPECS = ("v1", "v2", "none")
 KEEP_ALIVE_S = 30
 BACKLOG = 1024
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+PORT_REFUSED = (errno.EADDRINUSE, errno.EACCES)
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="specgate serve", description=__doc__)
-    made.add_argument("--pair", required=True, metavar="NAME", help="a folder of --models")
-    made.add_argument("--models", type=Path, default=MODELS, metavar="FOLDER")
-    made.add_argument("--host", default="127.0.0.1", help="where to listen (127.0.0.1)")
-    made.add_argument("--port", type=int, default=0, help="0, the default, takes a free one")
-    made.add_argument("--api-key", metavar="KEY", help="asked of every request but /health")
-    made.add_argument("--spec", choices=("v1", "v2", "none"), default="v2")
-    made.add_argument("--kernel", default="reference", metavar="NAME")
-    made.add_argument("--device", default="cpu", metavar="NAME")
-    made.add_argument("--num-steps", type=count, default=3, metavar="N")
-    made.add_argument("--num-draft-tokens", type=count, default=4, metavar="N")
-    made.add_argument("--page-size", type=count, default=16, metavar="N")
-    made.add_argument("--num-pages", type=count, metavar="N", help="by default, room for all")
-    made.add_argument("--max-running-requests", type=count, default=8, metavar="N")
-    made.add_argument("--context-length", type=count, default=CONTEXT_LENGTH, metavar="N")
-    made.add_argument("--slowdown", type=float, default=0.0, metavar="PART")
+    made = CommandLine(prog="specgate serve", description=__doc__)
+    add = made.add_argument
+    add("--pair", required=True, metavar="NAME", help="a folder of --models")
+    add("--models", type=Path, default=MODELS, metavar="FOLDER", help="folder of the pairs")
+    add("--host", default="127.0.0.1", help="address of this machine to listen on")
+    add("--port", type=port, default=0, metavar="N", help="to listen on; 0 takes a free one")
+    add("--api-key", metavar="KEY", help="asked of every request but /health")
+    add("--spec", choices=SPECS, default="v2", help="speculative worker; none decodes plainly")
+    add("--kernel", default="reference", metavar="NAME", help="attention kernel, such as xqa")
+    add("--device", default="cpu", metavar="NAME", help="cpu, cuda, cuda:1, …")
+    add("--num-steps", type=count, default=3, metavar="N", help="draft steps per round")
+    add("--num-draft-tokens", type=count, default=4, metavar="N", help="tokens per verify")
+    add("--page-size", type=count, default=16, metavar="N", help="tokens per page")
+    add("--num-pages", type=count, metavar="N", help="of each pool; by default enough for all")
+    add("--max-running-requests", type=count, default=8, metavar="N", help="others wait")
+    most = "most tokens of a prompt and its output"
+    add("--context-length", type=count, default=CONTEXT_LENGTH, metavar="N", help=most)
+    slow = "part of every step's time to add, a planted regression; 0.05 is 5 %%"
+    add("--slowdown", type=float, default=0.0, metavar="PART", help=slow)
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until interrupted; 2 for a command line that makes no sense, or makes no engine."""
+    """Serve until a signal ends it; 2 for a command line that makes no sense, or makes no engine.
+
+    A signal's exit code is 128 + its number.
+    """
     commands = parser()
     asked = commands.parse_args(argv)
-    if not (asked.models / asked.pair / "target" / "config.json").is_file():
-        configs = asked.models.glob("*/target/config.json")
-        known = sorted(path.parent.parent.name for path in configs)
-        commands.error(f"--pair = {asked.pair!r} is not accepted; accepted: {', '.join(known)}")
-    if not 0 <= asked.slowdown <= 10:
-        commands.error(f"--slowdown = {asked.slowdown} is not accepted; accepted: 0 … 10")
-    # Behind the checks, so that a mistake is answered at once; and the engine's process, which
-    # imports this file, loads none of it.
-    from harness.server.engine_process.messages import Options
+    try:
+        _check(asked)
+        listener = _listen(asked.host, asked.port)
+    except UsageError as error:
+        commands.error(str(error))
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        ended = asyncio.run(_serve(*_server(asked), listener))
+    except KeyboardInterrupt as interrupt:
+        ended = signal.Signals(*interrupt.args or [signal.SIGINT])
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+    if isinstance(ended, signal.Signals):
+        print(f"specgate serve: stopped by {ended.name}", file=sys.stderr)
+        return 128 + ended
+    return ended
 
-    names = ("models", "pair", "spec", "kernel", "device", "num_steps", "num_draft_tokens")
-    more = ("page_size", "max_running_requests", "context_length", "slowdown")
-    pages_a_request = -(-(asked.context_length + asked.num_draft_tokens) // asked.page_size)
-    room = 1 + (asked.max_running_requests + 1) * pages_a_request
-    least = 1 + pages_a_request
+
+def _interrupt(number: int, _: object) -> NoReturn:
+    raise KeyboardInterrupt(number)
+
+
+def _check(asked: argparse.Namespace) -> None:
+    """Find a mistake before anything is loaded.
+
+    Raises:
+        UsageError: naming the option, its value and what is accepted.
+    """
+    pairs = sorted(path.parent.parent for path in asked.models.glob("*/target/config.json"))
+    if not pairs:
+        accepted = "a folder with NAME/target/config.json"
+        raise UsageError(rejected("--models", str(asked.models), accepted))
+    if asked.pair not in (known := [folder.name for folder in pairs]):
+        raise UsageError(rejected("--pair", asked.pair, ", ".join(known)))
+    if not 0 <= asked.slowdown <= 10:
+        raise UsageError(rejected("--slowdown", asked.slowdown, "0 … 10"))
+    config = json.loads((asked.models / asked.pair / "target" / "config.json").read_bytes())
+    positions = config["max_position_embeddings"]
+    if asked.context_length > positions:
+        accepted = f"at most {positions}, the positions of {asked.pair}"
+        raise UsageError(rejected("--context-length", asked.context_length, accepted))
+    least = 1 + _pages_per_request(asked)
     if asked.num_pages is not None and asked.num_pages < least:
         accepted = f"at least {least}, enough for {asked.context_length} tokens"
-        commands.error(f"--num-pages = {asked.num_pages} is not accepted; accepted: {accepted}")
-    options = Options(
-        num_pages=asked.num_pages or room,
-        **{name: getattr(asked, name) for name in (*names, *more)},
-    )
-    return asyncio.run(_serve(options, asked.host, asked.port, asked.api_key))
+        raise UsageError(rejected("--num-pages", asked.num_pages, accepted))
 
 
-async def _serve(options: object, host: str, port: int, api_key: str | None) -> int:
+def _pages_per_request(asked: argparse.Namespace) -> int:
+    tokens: int = asked.context_length + asked.num_draft_tokens
+    return -(-tokens // int(asked.page_size))
+
+
+def _listen(host: str, number: int) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+        UsageError: the host is not this machine's, or the port is not to be had.
+    """
+    # asyncio turns Nagle's algorithm off only where the protocol is named; with it, an answer
+    # waits 40 ms for an acknowledgement.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, number))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno in PORT_REFUSED:
+            accepted = f"a port that can be listened on ({error.strerror}); 0 takes a free one"
+            raise UsageError(rejected("--port", number, accepted)) from error
+        accepted = f"an IPv4 address of this machine ({error.strerror})"
+        raise UsageError(rejected("--host", host, accepted)) from error
+    return listener
+
+
+def _server(asked: argparse.Namespace) -> tuple[uvicorn.Server, Supervisor]:
+    # Imported here, so that a mistake is answered at once; and the engine's process, which imports
+    # this file, loads none of it.
     import uvicorn
 
     from harness.server.engine_process.messages import Options
     from harness.server.engine_process.supervisor import Supervisor
     from harness.server.http.app import create_app
 
-    assert isinstance(options, Options)
+    names = ("models", "pair", "spec", "kernel", "device", "num_steps", "num_draft_tokens")
+    more = ("page_size", "max_running_requests", "context_length", "slowdown")
+    room = 1 + (asked.max_running_requests + 1) * _pages_per_request(asked)
+    options = Options(
+        num_pages=asked.num_pages or room,
+        **{name: getattr(asked, name) for name in (*names, *more)},
+    )
     supervisor = Supervisor(options)
-    app = create_app(supervisor, api_key=api_key, start=supervisor.start, stop=supervisor.stop)
-    listener = _listen(host, port)
-    bound = listener.getsockname()[1]
+    app = create_app(
+        supervisor, api_key=asked.api_key, start=supervisor.start, stop=supervisor.stop
+    )
     config = uvicorn.Config(
         app, log_level="warning", timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=5
     )
     server = uvicorn.Server(config)
+    # By itself it raises a signal once more when it has shut down, which ends in a traceback.
+    server.capture_signals = nullcontext  # type: ignore[method-assign, assignment]
+    return server, supervisor
+
+
+async def _serve(
+    server: uvicorn.Server, supervisor: Supervisor, listener: socket.socket
+) -> signal.Signals | int:
+    stopped: list[signal.Signals] = []
+
+    def stop(number: signal.Signals) -> None:
+        stopped.append(number)
+        server.handle_exit(number, None)
+
+    for number in STOPPING:
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not (supervisor.healthy or supervisor.cannot_start or serving.done()):
         await asyncio.sleep(0.02)
     if supervisor.cannot_start:
         server.should_exit = True
     elif not serving.done():
+        host, bound = listener.getsockname()
         print(f"serving http://{host}:{bound}", flush=True)
     await serving
-    return 2 if supervisor.cannot_start else 0
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    # asyncio turns Nagle's algorithm off only where the protocol is named; with it, an answer
-    # waits 40 ms for an acknowledgement.
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, port))
-    listener.listen(BACKLOG)
-    return listener
+    return stopped[0] if stopped else 2 if supervisor.cannot_start else 0
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ verify and draft extend v2.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from harness.core.argument_types import CommandLine
 from harness.errors import UsageError
 from harness.upstream.stub_modules import alone
 
@@ -142,8 +142,9 @@ def load(wheel: Wheel) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``python -m harness.upstream.released_wheel [--into FOLDER]``: extract files of releases."""
-    parser = argparse.ArgumentParser(prog="specgate wheels", description=main.__doc__)
-    parser.add_argument("--into", type=Path, default=cache(), metavar="FOLDER")
+    parser = CommandLine(prog="specgate wheels", description=main.__doc__)
+    filled = "filled with a folder per release"
+    parser.add_argument("--into", type=Path, default=cache(), metavar="FOLDER", help=filled)
     into = parser.parse_args(argv).into.absolute()
     for wheel in WHEELS.values():
         try:

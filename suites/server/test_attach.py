@@ -158,6 +158,8 @@ def test_suites_attach_to_a_server_that_runs(pytester: pytest.Pytester) -> None:
     [
         (["--server", "sglang"], "--server sglang: sglang is not installed"),
         (["--server", "tgi"], "--server: invalid choice: 'tgi'"),
+        (["--base-url", "foo"], "--base-url = 'foo' is not accepted; accepted: http://HOST:PORT"),
+        (["--base-url", "http://"], "--base-url = 'http://' is not accepted"),
         (["--server-pair", "swa"], "--server-pair: invalid choice: 'swa'"),
     ],
 )

@@ -33,7 +33,6 @@ PROMPT = {"input_ids": [5, 6, 7]}
         (PROMPT | {"sampling_params": {"max_new_tokens": 510}}, "1 … 509 behind 3 prompt tokens"),
         (PROMPT | {"sampling_params": {"temperature": 0.7}}, "temperature = 0.7"),
         (PROMPT | {"sampling_params": {"top_p": 0.9}}, "top_p = 0.9"),
-        (PROMPT | {"sampling_params": None}, "sampling_params = None"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

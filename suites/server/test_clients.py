@@ -163,6 +163,7 @@ def test_a_killed_engine_is_named_and_started_again(fresh_server):
         thread.join()
     assert all("503" in f and "the engine's process ended with -9" in f for f in failures)
     assert not served.client.health()
+    assert requests.get(f"{served.url}/v1/models", timeout=5).status_code == 503
     eventually(served.client.health, within_s=30)
     assert served.client.server_info()["restarts"] == 1
     settled(served)

@@ -133,7 +133,7 @@ def server_args() -> ast.Module:
     """The table of flags in its sources, which are read and not imported."""
     found = find_spec("sglang")
     if found is None or not found.submodule_search_locations:
-        pytest.skip("needs sglang, its sources are enough")
+        pytest.skip("sglang is not installed: its sources are enough")
     path = Path(found.submodule_search_locations[0]) / "srt" / "server_args.py"
     return ast.parse(path.read_text(encoding="utf-8"))
 

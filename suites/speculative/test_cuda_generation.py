@@ -29,6 +29,7 @@ each_setup = pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 
 
 @each_setup
+@pytest.mark.usefixtures("recorded")
 def test_the_text_is_the_oracles_or_a_tie_explains_it(setup: Setup, cuda: torch.device) -> None:
     run = shipped.run(setup, cuda)
     for index, text in enumerate(run.texts):

@@ -54,6 +54,7 @@ FLOAT32 = [setup for setup in SETUPS.values() if setup.dtype is Dtype.FP32 and s
 each_setup = pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 
 
+@pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize(("setup", "index"), TRIALS)
 def test_text(
     setup: Setup,

@@ -52,8 +52,8 @@ class Evidence:
         blocks: valid blocks used, those behind the decision not among them.
         dropped: invalid blocks.
         ratio, low, high: B / A in the metric's own direction, with its 95 % time-uniform interval.
-        e_regressed, e_clear, e_improved: e-values after the last used block.
-        path: (e_regressed, e_clear, e_improved) after each used block.
+        e_regressed, e_equivalence, e_improved: e-values after the last used block.
+        path: (e_regressed, e_equivalence, e_improved) after each used block.
         reasons: why it is INVALID, or what the dropped blocks had.
     """
 
@@ -143,7 +143,7 @@ def _look(
     verdict = RULINGS[int(code)]
     if verdict is BenchVerdict.OK and waiting:
         verdict = BenchVerdict.INCONCLUSIVE
-    logs = zip(found.regressed[:n], found.clear[:n], found.improved[:n], strict=True)
+    logs = zip(found.regressed[:n], found.accept_equivalence[:n], found.improved[:n], strict=True)
     return verdict, n, tuple((math.exp(r), math.exp(c), math.exp(i)) for r, c, i in logs)
 
 

@@ -8,7 +8,6 @@ rows of a shared host show what a design makes of the same minutes.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from harness.bench.stats.design import Design
 from harness.bench.stats.e_process import Array
 from harness.bench.stats.margin import Bounds
 from harness.bench.stats.stopping import RULINGS, Thresholds, decide, paths
-from harness.core.argument_types import count
+from harness.core.argument_types import CommandLine, count
 
 Noise = Callable[[np.random.Generator, tuple[int, ...]], Array]
 SECOND_PLACE = 0.02
@@ -155,9 +154,9 @@ def simulate(scene: Scenario, sessions: int, seed: int = 1, *, randomised: bool 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table, one scene a row, percent of sessions."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sessions", type=count, default=10_000, help="a row (default 10000)")
-    parser.add_argument("--seed", type=int, default=1, help="of the noise and the coins")
+    parser = CommandLine(prog="python -m harness.bench.stats.simulation", description=__doc__)
+    parser.add_argument("--sessions", type=count, default=10_000, metavar="N", help="per row")
+    parser.add_argument("--seed", type=int, default=1, help="of the noise and the orders")
     chosen = parser.parse_args(argv)
     print(f"{'scene':36}" + "".join(f"{verdict:>14}" for verdict in RULINGS) + f"{'blocks':>8}")
     for name, scene in SCENES.items():

@@ -19,15 +19,15 @@ class Thresholds:
 
     Args:
         reject_null: to say REGRESSED or IMPROVED; a false one has probability at most 1 / blame.
-        clear: to say OK.
+        accept_equivalence: to say OK.
     """
 
     reject_null: float = 100.0
-    clear: float = 20.0
+    accept_equivalence: float = 20.0
 
     def __post_init__(self) -> None:
-        checked("blame", self.reject_null, above=1.0)
-        checked("clear", self.clear, above=1.0)
+        checked("reject_null", self.reject_null, above=1.0)
+        checked("accept_equivalence", self.accept_equivalence, above=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +36,12 @@ class EvidencePaths:
 
     Args:
         regressed: against "the effect is at most delta0".
-        clear: against "the effect is at least delta1".
+        accept_equivalence: against "the effect is at least delta1".
         improved: against "the effect is at least -delta0".
     """
 
     regressed: Array
-    clear: Array
+    accept_equivalence: Array
     improved: Array
 
 
@@ -50,7 +50,7 @@ def paths(effects: Array, bounds: Bounds, calibrated: float = DEFAULT_SCALE) -> 
     scale = scales(effects, calibrated)
     return EvidencePaths(
         regressed=log_e(effects - bounds.delta0, scale),
-        clear=log_e(bounds.delta1 - effects, scale),
+        accept_equivalence=log_e(bounds.delta1 - effects, scale),
         improved=log_e(-bounds.delta0 - effects, scale),
     )
 
@@ -75,7 +75,7 @@ def decide(
     """
     regressed = found.regressed >= math.log(thresholds.reject_null)
     improved = found.improved >= math.log(thresholds.reject_null)
-    cleared = np.logical_or.accumulate(found.clear >= math.log(thresholds.clear), axis=-1)
+    cleared = np.logical_or.accumulate(found.accept_equivalence >= math.log(thresholds.accept_equivalence), axis=-1)
     code = np.select([regressed, improved, cleared], [3, 2, 1], 0)
     stop = regressed | improved | (cleared & (found.improved <= 0.0))
     stop[..., -1] = True

@@ -82,8 +82,17 @@ def reasons(trials: Sequence[Conditions]) -> tuple[str, ...]:
         if seen and len(seen) < len(trials):
             found.append(f"{name}: asked of some trials only")
         elif seen and not holds(seen):
-            found.append(f"{name}: {', '.join(sorted(map(str, seen)))}; accepted: {accepted}")
+            found.append(f"{name}: {_told(seen)}, accepted: {accepted}")
     return tuple(found)
+
+
+def _told(seen: Collection[Any]) -> str:
+    """What was seen, in a few words however many trials there are."""
+    if all(isinstance(fact, int | float) and not isinstance(fact, bool) for fact in seen):
+        ends = dict.fromkeys(f"{round(end, 2):g}" for end in (min(seen), max(seen)))
+        return " to ".join(ends)
+    words = {" ".join(fact) or "none" if isinstance(fact, tuple) else str(fact) for fact in seen}
+    return ", ".join(sorted(words))
 
 
 def unasked(trials: Sequence[Conditions]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 
 from harness.errors import GoldenError
 
@@ -32,9 +33,12 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest, an empty one where the folder has none.
 
     Raises:
-        GoldenError: it is no JSON of this format, or a file lies beside it that it does not know.
+        GoldenError: it is no JSON of this format, a file lies beside it that it does not know, or
+            it is missing beside files.
     """
     path = folder / MANIFEST
+    if not path.is_file() and _data_files(folder):
+        raise GoldenError(f"{path} is missing")
     manifest = _parsed(path) if path.is_file() else empty_manifest()
     if strays := sorted(_data_files(folder) - manifest["files"].keys()):
         raise GoldenError(f"{folder / strays[0]} is an orphan: {MANIFEST} does not know it")
@@ -74,7 +78,10 @@ def read_group(folder: Path, group: str, manifest: Manifest) -> Content:
         data[suffix] = path.read_bytes()
         if hashlib.sha256(data[suffix]).hexdigest() != manifest["files"].get(path.name):
             raise GoldenError(f"{path} is corrupt: its digest is not the one in {MANIFEST}")
-    tensors, facts = safetensors.torch.load(data["safetensors"]), json.loads(data["json"])
+    try:
+        tensors, facts = safetensors.torch.load(data["safetensors"]), json.loads(data["json"])
+    except (ValueError, SafetensorError) as error:
+        raise GoldenError(f"{folder / group} is corrupt: {error!r}") from error
     if facts.keys() != manifest["entries"][group].keys():
         raise GoldenError(f"{folder / MANIFEST} does not list what {group}.json holds")
     return tensors, facts

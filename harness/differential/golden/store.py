@@ -17,7 +17,7 @@ from harness.differential.golden.files import (
 from harness.differential.golden.golden_entry import Golden, GoldenOutcome, Identity, Workflow
 from harness.errors import GoldenError
 
-UPDATE = "python3 -m pytest suites --golden"
+UPDATE = "python3 -m harness golden"
 
 
 class GoldenStore:
@@ -60,7 +60,7 @@ class GoldenStore:
                 self._manifest = read_manifest(self.folder)
             except GoldenError as error:
                 if self.workflow is not Workflow.REWRITE:
-                    raise self._advised(str(error), Workflow.REWRITE) from error
+                    raise self._damaged(error) from error
                 self._manifest = empty_manifest()
         return self._manifest
 
@@ -80,12 +80,23 @@ class GoldenStore:
         if known and self.workflow is not Workflow.REWRITE:
             return self._fresh(group, key, identity), GoldenOutcome.VERIFIED
         if self.workflow is Workflow.VERIFY:
-            raise self._advised(f"{self._file(group)} has no golden {key!r}", Workflow.ADD)
+            said = f"{self._file(group)} has no golden {key!r}"
+            raise GoldenError(f"{said}; record it with: {self.update} {Workflow.ADD}")
         computed = replace(compute(), identity=identity, origin=self.origin)
         if known and self._load(group, key).says_the_same(computed):
             return computed, GoldenOutcome.VERIFIED
         self._put(group, key, computed)
         return computed, GoldenOutcome.REWRITTEN if known else GoldenOutcome.ADDED
+
+    def damage(self) -> str:
+        """One line on the first file that is not what the manifest says; a rewrite minds none."""
+        try:
+            if self.workflow is not Workflow.REWRITE:
+                for group in self.manifest["entries"]:
+                    self._group(group)
+        except GoldenError as error:
+            return str(error)
+        return ""
 
     def orphans(self, planned: Iterable[tuple[str, str]]) -> list[str]:
         """One line for every golden that nothing planned asks for; ``rewrite`` drops them."""
@@ -96,7 +107,7 @@ class GoldenStore:
         if self.workflow is Workflow.REWRITE:
             for group, key in extra:
                 self._drop(group, key)
-        advice = f"drop it with: {self.update}={Workflow.REWRITE}"
+        advice = f"drop it with: {self.update} {Workflow.REWRITE}"
         return [f"{self._file(g)} has an orphan golden {k!r}; {advice}" for g, k in extra]
 
     def flush(self) -> None:
@@ -116,7 +127,7 @@ class GoldenStore:
         was, now = asdict(golden.identity), asdict(identity)
         if changed := [name for name in now if was[name] != now[name]]:
             said = f"{self._file(group)} golden {key!r} is stale: {', '.join(changed)} changed"
-            raise self._advised(said, Workflow.REWRITE)
+            raise GoldenError(f"{said}; {self._if_meant}")
         return golden
 
     def _load(self, group: str, key: str) -> Golden:
@@ -136,7 +147,7 @@ class GoldenStore:
                     content = read_group(self.folder, group, self.manifest)
             except GoldenError as error:
                 if self.workflow is not Workflow.REWRITE:
-                    raise self._advised(str(error), Workflow.REWRITE) from error
+                    raise self._damaged(error) from error
                 entries.clear()
             self._groups[group] = content
         return self._groups[group]
@@ -160,5 +171,11 @@ class GoldenStore:
     def _file(self, group: str) -> Path:
         return self.folder / f"{group}.safetensors"
 
-    def _advised(self, said: str, workflow: Workflow) -> GoldenError:
-        return GoldenError(f"{said}; update with: {self.update}={workflow}")
+    def _damaged(self, error: GoldenError) -> GoldenError:
+        return GoldenError(
+            f"{error}; undo it with: git checkout {self.folder.name}; {self._if_meant}"
+        )
+
+    @property
+    def _if_meant(self) -> str:
+        return f"if the change is meant: {self.update} {Workflow.REWRITE}"

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
+from harness.core.argument_types import CommandLine, check_writable
 from harness.core.capability import CAPABILITIES, REFERENCE, Capability, device_refusal
 from harness.core.case import KVDtype
-from harness.core.environment import compute_capability, environment
+from harness.core.environment import compute_capability, environment, present
 from harness.core.paths import ROOT
-from harness.errors import SpecgateError
+from harness.errors import SpecgateError, UsageError
 from harness.kernels.checked import CheckedKernel
 from harness.kernels.limits.random_calls import draw
 from harness.kernels.limits.table import LimitProbe, probes
@@ -168,12 +169,18 @@ def report(answers: Sequence[ProbeAnswer], device: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 1 where a table is too loose."""
-    parser = argparse.ArgumentParser(prog="specgate limits", description=__doc__)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, help="a Markdown page to write")
+    parser = CommandLine(prog="specgate limits", description=__doc__)
+    whose = "whose kernels are asked: cuda, cuda:1, …, or cpu"
+    parser.add_argument("--device", default="cuda", metavar="NAME", help=whose)
+    parser.add_argument("--out", type=Path, metavar="PAGE", help="a Markdown page to write")
     parser.add_argument("--probe", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    device = torch.device(options.device)
+    try:
+        device = present(options.device, "--device")
+        if options.out:
+            check_writable(options.out, "--out")
+    except UsageError as error:
+        parser.error(str(error))
     asked = probes(kernels_on(device))
     if options.probe is not None:
         probe = asked[options.probe]

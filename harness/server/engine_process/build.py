@@ -8,7 +8,7 @@ import torch
 
 from harness.core.capability import device_refusal
 from harness.core.case import Family
-from harness.core.environment import compute_capability
+from harness.core.environment import compute_capability, present
 from harness.engine.models.loader import load_pair
 from harness.engine.scheduler import Scheduler
 from harness.engine.spec_config import SpecConfig, SpecVersion
@@ -28,7 +28,7 @@ def build(options: Options) -> tuple[Scheduler, int, int]:
     Raises:
         UsageError: there is no such device or kernel, or the kernel does not run on the device.
     """
-    device = _device(options.device)
+    device = present(options.device, "device")
     torch.set_num_threads(1)
     dtype = DTYPES.get(options.kernel, torch.bfloat16)
     pair = load_pair(options.models / options.pair, dtype, device)
@@ -53,17 +53,6 @@ def build(options: Options) -> tuple[Scheduler, int, int]:
     generation = json.loads(path.read_text(encoding="utf-8"))
     engine = rigging.engine(prefix_cache=True)
     return engine, pair.target.config.vocab_size, int(generation["eos_token_id"])
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(rejected("device", name, "cpu, cuda, cuda:1, …")) from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        found = f"cpu; {torch.cuda.device_count()} CUDA devices are here"
-        raise UsageError(rejected("device", name, found))
-    return device
 
 
 def _subject(backend: str, kernel: str, device: torch.device) -> Subject:

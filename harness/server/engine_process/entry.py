@@ -13,6 +13,7 @@ from harness.server.engine_process.messages import Options
 def run(pipe: Connection, options: Options) -> None:
     """Serve commands until the pipe closes; end with 2 where the options make no engine."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The HTTP process decides when to end.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     from harness.server.engine_process.loop import EngineLoop
 
     try:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import multiprocessing
+import signal
 import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import asdict
+from functools import cached_property
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -48,9 +52,8 @@ class Supervisor:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._tokenizer = Tokenizer.from_file(
-            str(options.models / options.pair / "target" / "tokenizer.json")
-        )
+        self._target = options.models / options.pair / "target"
+        self._tokenizer = Tokenizer.from_file(str(self._target / "tokenizer.json"))
         self._context = multiprocessing.get_context("spawn")
         self._requests: dict[str, asyncio.Queue[Progress | Exception]] = {}
         self._questions: dict[int, asyncio.Future[Reply]] = {}
@@ -73,6 +76,29 @@ class Supervisor:
         pid = self._process.pid if self.healthy else None
         return options | {"engine": "specgate", "worker_pid": pid, "restarts": self._restarts}
 
+    @cached_property
+    def model(self) -> Mapping[str, Any]:
+        """As ``Service`` says, under sglang's names."""
+        config = json.loads((self._target / "config.json").read_text(encoding="utf-8"))
+        return {
+            "model_path": str(self._target),
+            "served_model_name": self._options.pair,
+            "tokenizer_path": str(self._target),
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": "default",
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "model_type": config["model_type"],
+            "architectures": config.get("architectures"),
+            "max_model_len": self.context_length,
+        }
+
+    @property
+    def context_length(self) -> int:
+        """As ``Service`` says."""
+        return self._options.context_length
+
     def encode(self, text: str) -> list[int]:
         """Tokens of a text."""
         return list(self._tokenizer.encode(text).ids)
@@ -88,7 +114,14 @@ class Supervisor:
         self._process = self._context.Process(
             target=entry.run, args=(theirs, self._options), daemon=True, name="specgate engine"
         )
-        self._process.start()
+        # Until it ignores a Ctrl-C, which the terminal sends to it too, none reaches it; the
+        # tracker is started first, since its start unblocks the signal.
+        resource_tracker.ensure_running()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         theirs.close()
         threading.Thread(target=self._listen, args=(self._pipe,), daemon=True).start()
 

@@ -1,8 +1,9 @@
-"""sglang's HTTP interface over a service: a request's way in, and every refusal's way out."""
+"""sglang's HTTP interface over a service, and OpenAI's: requests in, answers and refusals out."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Annotated, Any
@@ -12,16 +13,28 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from harness.server.http.generate import Answers
+from harness.errors import rejected
+from harness.server.http import openai
+from harness.server.http.generate import Answers, Bodies
 from harness.server.http.middleware import ApiKey, BodyLimit, refusal
+from harness.server.http.neutral_fields import NOT_NEUTRAL
 from harness.server.http.prometheus import Metrics
-from harness.server.http.protocol import AbortRequest, ErrorBody, GenerateRequest, SlowDownRequest
+from harness.server.http.protocol import (
+    AbortRequest,
+    ChatCompletionRequest,
+    CompletionRequest,
+    ErrorBody,
+    GenerateRequest,
+    OpenAIRequest,
+    SlowDownRequest,
+)
 from harness.server.http.service import ClientLeft, FlushRefused, Refused, Service, Unavailable
 
 MAX_BODY_BYTES = 2 << 20
 BODY_PATIENCE_S = 20.0
 MOST_TIMEOUT_S = 600.0
 MOST_ERRORS = 5
+CHAT_TEMPLATE = "contents joined by newlines"
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 499, 503)
 }
@@ -58,9 +71,14 @@ def create_app(
         if stop:
             await stop()
 
-    app = FastAPI(title="specgate", lifespan=lifespan, responses=REFUSALS)
+    # Without pages of documentation, which would be fetched from a network.
+    app = FastAPI(
+        title="specgate", lifespan=lifespan, responses=REFUSALS, docs_url=None, redoc_url=None
+    )
     metrics = Metrics()
-    _generation(app, service, metrics)
+    answers = Answers(service, metrics)
+    _generation(app, answers)
+    _openai(app, service, answers)
     _upkeep(app, service)
     _facts(app, service, metrics)
     _refusals(app)
@@ -70,31 +88,61 @@ def create_app(
     return app
 
 
-def _generation(app: FastAPI, service: Service, metrics: Metrics) -> None:
-    answers = Answers(service, metrics)
-
+def _generation(app: FastAPI, answers: Answers) -> None:
     @app.post("/generate")
     async def generate(asked: GenerateRequest, request: Request) -> Response:
         if not asked.stream:
             return JSONResponse(await _unless_left(request, answers.whole(asked)))
-        rid = asked.rid if isinstance(asked.rid, str) else None
-        chunks = answers.chunks(rid, asked.prompts[0], asked.sampling_params, stream=True)
-        # What is refused is refused by a status, not in the stream.
-        first = await _unless_left(request, anext(chunks))
-
-        async def all_chunks() -> AsyncGenerator[dict[str, Any], None]:
-            async with aclosing(chunks):
-                yield first
-                async for chunk in chunks:
-                    yield chunk
-
-        return StreamingResponse(answers.events(all_chunks()), media_type="text/event-stream")
+        return await _streamed(request, answers, _chunks(answers, asked))
 
     @app.get("/health_generate")
     async def health_generate(request: Request) -> Response:
         sampling = {"max_new_tokens": 1}
         asked = GenerateRequest.model_validate({"input_ids": [1], "sampling_params": sampling})
         return JSONResponse(await _unless_left(request, answers.whole(asked)))
+
+
+def _openai(app: FastAPI, service: Service, answers: Answers) -> None:
+    async def answer(
+        form: openai.Form, asked: OpenAIRequest, generate: GenerateRequest, request: Request
+    ) -> Response:
+        model = service.model["served_model_name"]
+        if not asked.stream:
+            found = await _unless_left(request, answers.whole(generate))
+            found = found if generate.batched else [found]
+            return JSONResponse(openai.completion(form, model, found))
+        chunks = openai.completion_chunks(
+            form, model, _chunks(answers, generate), include_usage=asked.includes_usage
+        )
+        return await _streamed(request, answers, chunks)
+
+    @app.post("/v1/completions")
+    async def completions(asked: CompletionRequest, request: Request) -> Response:
+        return await answer(openai.COMPLETION, asked, asked.to_generate(), request)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(asked: ChatCompletionRequest, request: Request) -> Response:
+        input_ids = service.encode(asked.prompt)
+        generate = asked.to_generate(input_ids, service.context_length - len(input_ids))
+        return await answer(openai.CHAT, asked, generate, request)
+
+
+def _chunks(answers: Answers, asked: GenerateRequest) -> Bodies:
+    rid = asked.rid if isinstance(asked.rid, str) else None
+    return answers.chunks(rid, asked.prompts[0], asked.sampling_params, stream=True)
+
+
+async def _streamed(request: Request, answers: Answers, chunks: Bodies) -> Response:
+    # What is refused is refused by a status, not in the stream.
+    first = await _unless_left(request, anext(chunks))
+
+    async def all_chunks() -> AsyncGenerator[dict[str, Any], None]:
+        async with aclosing(chunks):
+            yield first
+            async for chunk in chunks:
+                yield chunk
+
+    return StreamingResponse(answers.events(all_chunks()), media_type="text/event-stream")
 
 
 async def _unless_left(request: Request, work: Awaitable[Any]) -> Any:
@@ -104,7 +152,7 @@ async def _unless_left(request: Request, work: Awaitable[Any]) -> Any:
         ClientLeft: the client went away first; the work is cancelled.
     """
     task = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(request.receive())
+    leaving = asyncio.ensure_future(_left(request))
     try:
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -116,6 +164,12 @@ async def _unless_left(request: Request, work: Awaitable[Any]) -> Any:
         for waiting in (task, leaving):
             waiting.cancel()
         await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    """Return when the client has gone; a body that nobody has read, or none, comes first."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _upkeep(app: FastAPI, service: Service) -> None:
@@ -139,18 +193,40 @@ def _upkeep(app: FastAPI, service: Service) -> None:
 
 
 def _facts(app: FastAPI, service: Service, metrics: Metrics) -> None:
+    started = int(time.time())
+
+    def require_healthy() -> None:
+        if not service.healthy:
+            raise Unavailable("the engine's process is starting or was lost")
+
     @app.get("/health")
     async def health() -> Response:
-        if service.healthy:
-            return Response()
-        return refusal(503, "Unavailable", "the engine's process is starting or was lost")
+        require_healthy()
+        return Response()
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        model = {"id": service.facts["pair"], "object": "model", "owned_by": "specgate"}
+        # sglang's and OpenAI's clients take this answer for a server that is ready.
+        require_healthy()
+        name = service.model["served_model_name"]
+        model = {
+            "id": name,
+            "object": "model",
+            "created": started,
+            "owned_by": "specgate",
+            "root": name,
+            "parent": None,
+            "max_model_len": service.context_length,
+        }
         return {"object": "list", "data": [model]}
 
-    @app.get("/server_info")
+    @app.get("/get_model_info", operation_id="get_model_info")
+    @app.get("/model_info", operation_id="model_info")
+    async def model_info() -> dict[str, Any]:
+        return {**service.model, "chat_template": CHAT_TEMPLATE, "default_temperature": 0.0}
+
+    @app.get("/get_server_info", operation_id="get_server_info")
+    @app.get("/server_info", operation_id="server_info")
     async def server_info() -> dict[str, Any]:
         state = await service.state()
         if metrics.accept_length is not None:
@@ -165,7 +241,9 @@ def _facts(app: FastAPI, service: Service, metrics: Metrics) -> None:
 def _refusals(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return refusal(400, "BadRequest", "; ".join(map(_sentence, _clearest(error.errors()))))
+        clearest = _clearest(error.errors())
+        param = _field(clearest[0]) or None
+        return refusal(400, "BadRequest", "; ".join(map(_sentence, clearest)), param)
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:
@@ -192,8 +270,17 @@ def _clearest(errors: Sequence[Any]) -> list[Any]:
     return [error for found in closest for error in found][:MOST_ERRORS]
 
 
+def _field(error: Any) -> str:
+    """The field that one of pydantic's errors is about, empty for the body."""
+    # Between the names stand the forms that a value may have, such as list[constrained-str].
+    names = (str(at) for at in error["loc"] if at != "body")
+    return ".".join(name for name in names if "[" not in name and "constrained-" not in name)
+
+
 def _sentence(error: Any) -> str:
     """Field, value and what is accepted, of one of pydantic's errors."""
-    parts = [str(part) for part in error["loc"] if part != "body" and "[" not in str(part)]
-    field, given = ".".join(parts) or "body", repr(error.get("input"))[:80]
-    return f"{field} = {given} is not accepted: {error['msg']}"
+    field = _field(error) or "body"
+    if error["type"] == NOT_NEUTRAL:
+        return rejected(field, error["input"], error["ctx"]["accepted"])
+    given, why = repr(error.get("input"))[:80], error["msg"].removeprefix("Value error, ")
+    return f"{field} = {given} is not accepted: {why}"

@@ -11,6 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 from harness.errors import ContractError
+from harness.server.http.middleware import error_body
 from harness.server.http.prometheus import Metrics
 from harness.server.http.protocol import GenerateRequest, SamplingParams
 from harness.server.http.service import Service, Unavailable
@@ -47,8 +48,8 @@ class Answers:
                 async for body in chunks:
                     yield f"data: {json.dumps(body)}\n\n"
             except Unavailable as error:
-                detail = {"message": str(error), "type": type(error).__name__, "code": 503}
-                yield f"data: {json.dumps({'error': detail})}\n\n"
+                detail = error_body(503, type(error).__name__, str(error))
+                yield f"data: {json.dumps(detail)}\n\n"
         yield "data: [DONE]\n\n"
 
     async def chunks(
@@ -62,7 +63,7 @@ class Answers:
             name,
             input_ids,
             sampling.max_new_tokens,
-            ignore_eos=sampling.ignore_eos,
+            ignore_eos=bool(sampling.ignore_eos),
             stream=stream,
         )
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -12,10 +13,16 @@ OPEN_PATHS = ("/health",)
 """Paths that need no key."""
 
 
-def refusal(status: int, kind: str, message: str) -> JSONResponse:
-    """The body of every refusal."""
-    body = {"error": {"message": message, "type": kind, "code": status}}
-    return JSONResponse(body, status_code=status)
+def error_body(
+    status: int, kind: str, message: str, param: str | None = None
+) -> dict[str, dict[str, Any]]:
+    """The body of every refusal, as OpenAI has it; ``param`` is the field that was wrong."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def refusal(status: int, kind: str, message: str, param: str | None = None) -> JSONResponse:
+    """An answer with that body."""
+    return JSONResponse(error_body(status, kind, message, param), status_code=status)
 
 
 class BodyLimit:

@@ -65,6 +65,16 @@ class Service(Protocol):
         """What it serves and how; JSON values."""
         ...
 
+    @property
+    def model(self) -> Mapping[str, Any]:
+        """The model, as ``/model_info`` tells it; JSON values."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a prompt and its generation."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Tokens of a text."""
         ...

@@ -96,7 +96,7 @@ def test_a_missing_package(
         KERNELS[kernel]("cuda")
     line = str(caught.value)
     assert line.startswith(f"{wanted}, which cannot be imported (")
-    assert line.endswith("; install it with: pip install 'specgate[gpu]'")
+    assert line.endswith("; install it with: pip install -e '.[gpu]'")
     assert "\n" not in line
 
 

@@ -42,6 +42,7 @@ class Client:
         return replace(NOTHING, output_ids=tuple(tokens))
 
 
+@pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("pair", ["gqa", "mla"])
 def test_the_shortest_prompts_are_asked_as_many_at_a_time_as_the_workload(pair):
     client = Client(pair)
@@ -52,6 +53,7 @@ def test_the_shortest_prompts_are_asked_as_many_at_a_time_as_the_workload(pair):
     assert client.most == BATCH.batch_size
 
 
+@pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("pair", ["gqa", "mla"])
 def test_one_wrong_token_is_named(pair):
     index = min(range(len(prompts(pair))), key=lambda i: len(prompts(pair)[i]))

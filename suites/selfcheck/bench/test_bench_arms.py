@@ -149,6 +149,9 @@ def test_a_dry_run_shows_sessions_and_leaves_nothing(tmp_path, capsys):
         "planted: A = embedded:name=old, B = embedded:name=old +10%",
         "each on bs1-in128-out64, smoke-bs2-in32-out32: quads, "
         "3 passes a trial behind 2 warm-ups, at most 5 blocks a case",
+        "at most 62 launches and 124 trials, about 10 min "
+        "at 5 s per launch and 10 or 2 ms per token",
+        "cases that are decided early take less, dropped blocks come on top",
     ]
     assert not [*tmp_path.iterdir()]
 

@@ -8,7 +8,7 @@ from fixtures import bench
 from fixtures.tables.margins import MARGINS
 from fixtures.tables.workloads import WORKLOADS
 from harness.bench import __main__ as compare
-from harness.bench.analysis import findings, verdict
+from harness.bench.analysis import dropped, findings, verdict
 from harness.bench.jsonl import append
 from harness.bench.session_records import ArmFacts, CasePlan, Role, Session, Trial
 from harness.bench.stats.bench_verdict import BenchVerdict
@@ -73,7 +73,7 @@ def test_an_effect_that_is_gone_in_cycles_is_not_believed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("role", "ruling"), [(Role.SAME, BenchVerdict.INVALID), (Role.CANDIDATE, BenchVerdict.OK)]
+    ("role", "verdict"), [(Role.SAME, BenchVerdict.INVALID), (Role.CANDIDATE, BenchVerdict.OK)]
 )
 def test_equal_arms_that_launch_unequal_kernels_are_invalid(tmp_path, role, verdict):
     path = tmp_path / "bench.jsonl"
@@ -137,6 +137,58 @@ def test_compare_judges_a_file_again(tmp_path, capsys):
     assert compare.main([str(tmp_path / "none")]) == 2
 
 
+BUSY = "load: 0.02 to 0.79, accepted: others under half the cores"
+
+
+def test_compare_says_why_blocks_were_dropped(tmp_path, capsys):
+    path, quiet = tmp_path / "bench.jsonl", tmp_path / "quiet.jsonl"
+    records(quiet, blocks=8, lost=(0, 6))
+    for line in compare.read(quiet):
+        busy = isinstance(line, Trial) and line.block in (3, 4)
+        load = Conditions(load=0.79 if line.place else 0.02) if busy else None
+        quieter = load or (Conditions(load=0.02) if isinstance(line, Trial) else None)
+        append(path, replace(line, conditions=quieter) if quieter else line)
+    gone = "2 × NotReady: it ended with 137"
+    assert dropped([judged(path)]) == [
+        f"s smoke-bs2-in32-out32: 4 of 8 blocks dropped: {gone}; 2 × {BUSY}"
+    ]
+    compare.main([str(path)])
+    assert f"2 × {BUSY}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_alike_reasons_are_told_once_with_their_largest_numbers(tmp_path):
+    path = tmp_path / "bench.jsonl"
+    records(path, blocks=3)
+    odd = [
+        replace(block, invalid=(f"load: {0.6 + block.index / 10:g}, accepted: less\nlog\n",))
+        for block in judged(path).blocks
+    ]
+    evidence = replace(judged(path).evidence, dropped=3)
+    found = replace(judged(path), blocks=tuple(odd), evidence=evidence)
+    assert dropped([found]) == [
+        "s smoke-bs2-in32-out32: 3 of 3 blocks dropped: 3 × load: 0.8, accepted: less"
+    ]
+
+
+def test_a_change_without_a_block_is_none(tmp_path, capsys):
+    records(tmp_path / "bench.jsonl", blocks=2, lost=(0, 1))
+    assert compare.main([str(tmp_path / "bench.jsonl")]) == 1
+    printed = capsys.readouterr().out
+    assert "0/16" in printed
+    assert "+0.0 %" not in printed
+
+
+def test_nothing_is_truncated_at_80_columns(capsys):
+    assert compare.main([str(EXAMPLE)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    [row] = [line for line in lines if line.startswith("output_throughput improved")]
+    assert " ".join(row.split()) == (
+        "output_throughput improved +31.8 % +25.4 to +38.3 % 137 +6.3 % 8/16"
+    )
+    assert "…" not in "".join(lines)
+
+
 def test_the_example_is_judged_as_its_report_says():
     night = verdict(findings(compare.read(EXAMPLE)))
     ruled = {(f.role, f.metric): f.verdict for f in night.findings}
@@ -156,13 +208,22 @@ def test_packed_records_are_read_and_not_added_to(tmp_path, capsys, monkeypatch)
     assert "accepted: a file that is not packed" in capsys.readouterr().err
 
 
+def test_a_busy_machine_is_told_before_anything_starts(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "rise", lambda: None)  # would outlive the test
+    monkeypatch.setattr(bench, "busy", lambda: (BUSY,))
+    packed = tmp_path / "bench.jsonl.gz"  # refused, so that nothing starts
+    assert bench.main(["--a=embedded:", "--sessions=A/A", f"--out={packed}"]) == 2
+    said = " ".join(capsys.readouterr().out.split())
+    assert said == f"warning: {BUSY}: such blocks are dropped"
+
+
 def test_lines_that_are_no_records_are_named(tmp_path):
     path = tmp_path / "bench.jsonl"
     _, trial = records(path, blocks=1)
     whole = path.read_text()
-    for line in ("{}", '{"format":2,"kind":"x"}', '{"format":2,"kind":"trial"}', "[]", "nothing"):
+    for line in ("{}", '{"format":3,"kind":"x"}', '{"format":2,"kind":"trial"}', "[]", "nothing"):
         path.write_text(f"{whole}{line}\n")
         with pytest.raises(UsageError, match=r"bench\.jsonl:4: "):
             list(compare.read(path))
-    path.write_text(whole + '{"format":2')
+    path.write_text(whole + '{"format":3')
     assert list(compare.read(path))[-1] == trial

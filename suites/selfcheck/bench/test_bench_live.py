@@ -14,15 +14,28 @@ from suites.selfcheck.bench.test_bench_findings import judged, records
 def test_a_screen_shows_bars_and_a_table(tmp_path, terminal):
     session, trial = records(tmp_path / "bench.jsonl", blocks=2)
     text = io.StringIO()
-    with ConsoleView([session], Console(file=text, force_terminal=terminal, width=160)) as screen:
+    with ConsoleView([session], Console(file=text, force_terminal=terminal, width=80)) as screen:
         screen.trial(trial)
         screen.wave([judged(tmp_path / "bench.jsonl")])
     shown = text.getvalue()
     if terminal:
         assert "(inconclusive)" in shown
         assert "1/32" in shown
+        assert "block 1 A smoke-bs2-in32-out32" in shown or "block 1 B smoke-bs2-in32" in shown
+        assert "…" not in shown
     else:
         assert shown == "2 blocks, 1 of 1 cases undecided\n"
+
+
+def test_a_log_says_once_why_blocks_were_dropped(tmp_path):
+    session, _ = records(tmp_path / "bench.jsonl", blocks=3, lost=(1,))
+    text = io.StringIO()
+    with ConsoleView([session], Console(file=text, force_terminal=False, width=200)) as screen:
+        for _ in range(2):
+            screen.wave([judged(tmp_path / "bench.jsonl")])
+    why = "s smoke-bs2-in32-out32: 1 of 3 blocks dropped: 1 × NotReady: it ended with 137\n"
+    wave = "2 blocks, 1 of 1 cases undecided\n"
+    assert text.getvalue() == wave + why + wave
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,16 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from ci.bench import __main__ as command
-from ci.bench import exports, github, junit, page, request_plots
+from ci.bench import charts, exports, github, history_plots, junit, page, plots, request_plots
 from ci.bench.bench_report import BenchReport
 from ci.bench.case_report import number
-from ci.bench.history import all_series
+from ci.bench.history import Series, all_series
 from fixtures.fakes import synthetic_bench
 from fixtures.tables.margins import MARGINS
 from harness.bench.jsonl import append
 from harness.bench.session_records import Role, Session, Trial
 from harness.bench.stats.bench_verdict import BenchVerdict
+from harness.bench.stats.validity import Conditions
 
 BS1, BS8 = (workload.id for workload in synthetic_bench.WORKLOADS)
 SLOWER = math.log(1.05)
@@ -180,7 +181,9 @@ def test_dropped_blocks_are_told(moved: BenchReport) -> None:
     [row] = [row for row in dropped.judged if row.case == f"{BS8}/tpot"]
     assert (row.evidence.dropped, row.verdict) == (2, BenchVerdict.REGRESSED)
     assert "(+2 dropped)" in github.summary(dropped)
-    assert dropped.dropped == ["candidate: 2 blocks dropped (a request failed)"]
+    told = f"candidate {BS8}: 2 of 12 blocks dropped: 2 × a request failed"
+    assert dropped.dropped == [told]
+    assert told in page.page(dropped, {})
     assert f"* {dropped.dropped[0]}" in github.summary(dropped).splitlines()
     assert not moved.dropped
     assert "a request failed" in row.sentence
@@ -324,11 +327,133 @@ def test_waterfall_adds_up_to_tpot() -> None:
     ]
 
 
-def test_page_is_one_offline_document_with_every_plot(moved: BenchReport) -> None:
+def nights(book: BenchReport) -> dict[tuple[str, str], Series]:
+    """The book's night and one before, and the same on another machine."""
+    entries = book.entries()
+    before = [replace(entry, night="2026-11-19T02:00:00+00:00") for entry in entries]
+    other = [replace(entry, sku="NVIDIA B200") for entry in entries]
+    return all_series([*before, *entries, *other])
+
+
+@pytest.fixture(scope="module")
+def followed(moved: BenchReport) -> str:
+    return page.page(moved, nights(moved))
+
+
+def panels(text: str, figure: str) -> list[str]:
+    """The SVG of every panel of a figure."""
+    section = text.partition(f'<section id="{figure}"')[2].partition("</section>")[0]
+    return re.findall(r"<svg .*?</svg>", section, re.DOTALL)
+
+
+def test_a_case_without_a_block_has_no_change() -> None:
+    none = book({}, blocks=1, invalid=(0,), workloads=ONE)
+    text = github.summary(none) + "".join(row.sentence for row in none.judged)
+    assert "+0.0 %" not in text
+    candidates = [row for row in none.rows if not row.is_control]
+    assert all("ratio" not in row.numbers for row in candidates)
+    assert 'ratio{a="pinned"' not in exports.openmetrics(candidates)
+    table = page.page(none, {}).partition('<table class="numbers">')[2]
+    assert all("+0.0 %" not in line for line in table.split("<tr>") if "0 <small>+1" in line)
+
+
+def test_numbers_of_a_summary_are_rounded(moved: BenchReport) -> None:
+    loads = Conditions(load=0.7912345), Conditions(load=0.0123456)
+    busy = [
+        replace(one, conditions=loads[one.place])
+        if isinstance(one, Trial) and (one.session, one.block) == ("candidate", 3)
+        else one
+        for one in synthetic_bench.night({}, workloads=ONE)
+    ]
+    text = github.summary(BenchReport.of(busy)) + github.summary(moved)
+    assert "1 × load: 0.01 to 0.79, accepted: others under half the cores" in text
+    numbers = re.findall(r"\d+\.\d+(?:e[-+]\d+)?", text)
+    assert numbers
+    assert all(len(re.sub(r"^0\.0*|\.|e.*", "", number)) <= 4 for number in numbers)
+
+
+def test_one_night_has_no_history_and_one_kind_of_machine_no_map(moved: BenchReport) -> None:
     text = page.page(moved, all_series(moved.entries()))
+    assert not re.findall(r'<section id="(history|heat)"', text)
+    assert 'href="#history"' not in text
+
+
+def test_a_change_has_one_sign_in_every_table_and_chart(moved: BenchReport) -> None:
+    [row] = [row for row in moved.judged if row.case == f"{BS1}/output_throughput"]
+    assert row.evidence.ratio > 1.07
+    expected = pytest.approx(row.evidence.ratio - 1)
+    label = f"candidate: {BS1}"
+    [forest] = [p for p in plots.forest(moved.judged).panels if p.title == label]
+    [cell] = [
+        cell
+        for table in forest.chart.to_dict()["datasets"].values()
+        for cell in table
+        if str(cell.get("metric", "")).startswith("output_throughput")
+    ]
+    assert cell["change"] == expected
+    assert cell["delta1"] < cell["delta0"] < 0 < cell["low"] < cell["change"] < cell["high"]
+    series = nights(moved)
+    [entry, _] = series[row.case, "cpu"].entries
+    assert entry.change == expected
+    shown = f"{100 * (row.evidence.ratio - 1):+.1f} %"
+    assert f"| {shown} |" in github.summary(moved)
+    assert f'<td class="number">{shown}</td>' in page.page(moved, {})
+    changes = [
+        cell["change"]
+        for panel in history_plots.heat_map(series).panels
+        for cell in next(iter(panel.chart.to_dict()["datasets"].values()))
+        if (panel.title, cell["metric"]) == (BS1, "output_throughput")
+    ]
+    assert changes == [shown, shown]
+
+
+def test_an_outcome_has_one_colour() -> None:
+    worse, better = (charts.COLOURS[r] for r in (BenchVerdict.REGRESSED, BenchVerdict.IMPROVED))
+    assert {"slower": worse, "faster": better} == request_plots.WAYS
+    assert (plots.AGAINST["worse"], plots.AGAINST["better"]) == (worse, better)
+    arms = {colour for colour, _ in charts.ARMS.values()}
+    assert not arms & {*charts.COLOURS.values()}
+    assert len({*charts.COLOURS.values()}) == len({*charts.SHAPES.values()}) == len(BenchVerdict)
+
+
+def test_every_figure_has_a_label_and_text_that_can_be_read(followed: str) -> None:
+    figures = re.findall(r"<figure([^>]*)>", followed)
+    drawn = re.findall(r"<svg([^>]*)>", followed)
+    assert len(drawn) == len(figures) > 20
+    labels = [re.findall(r'aria-label="([^"]+)"', one) for one in drawn]
+    assert all(len(label) == 1 for label in labels)
+    assert len({label for [label] in labels}) == len(labels)
+    sizes = re.findall(r"font(?:-size)?[:=] ?\"?([\d.]+)px", followed)
+    assert min(map(float, sizes)) >= 12
+    assert all('style="--natural: ' in one for one in drawn)
+
+
+def test_no_panel_is_empty_and_what_never_changes_needs_none(
+    moved: BenchReport, followed: str
+) -> None:
+    for figure in ("forest", "waterfall", "evidence", "slopes", "machine", "shift", "history"):
+        assert panels(followed, figure)
+        for svg in panels(followed, figure):
+            assert re.search(r"role-mark[^>]*>(<g[^>]*>)?<(path|line|rect)", svg), figure
+    [trials] = [request_plots.conditions(moved.trials)]
+    drawn = request_plots.conditions_plot(trials)
+    assert [panel.title for panel in drawn.panels] == ["GPU, °C"]
+    assert drawn.notes == ("host load / cores: 0.1 in every trial.",)
+
+
+def test_ticks_of_a_percent_axis_are_few_and_inside() -> None:
+    for domain in ((-0.4, 0.6), (-0.02, 0.03), (0.0, 0.004), (-3.0, 0.1)):
+        axis = charts.percent_axis("x", domain)["axis"].to_dict()
+        ticks = axis["values"]
+        assert 2 <= len(ticks) <= charts.MOST_TICKS + 1
+        assert domain[0] <= min(ticks) <= max(ticks) <= domain[1]
+        assert axis["format"] == ("+.1%" if domain[1] == 0.004 else "+.0%")
+
+
+def test_page_is_one_offline_document_with_every_plot(moved: BenchReport, followed: str) -> None:
+    text = followed
     names = ["forest", "waterfall", "evidence", "slopes", "machine", "shift", "history", "heat"]
     assert re.findall(r'<section id="(\w+)"', text) == [*names, "numbers"]
-    assert text.count("<svg ") == len(names)
     assert "<script" not in text
     assert not re.findall(r'(?:src|href)="(?!#)', text)
     assert set(re.findall(r"https?://[\w./]+", text)) <= {

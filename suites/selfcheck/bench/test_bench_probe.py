@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness.bench import machine_monitor, nvml
-from harness.bench.machine_monitor import MachineMonitor
+from harness.bench.machine_monitor import MachineMonitor, look
 
 
 class Gpu:
@@ -51,6 +51,22 @@ def test_without_a_gpu_only_the_host_is_told_and_our_own_work_is_no_load(monkeyp
         pass
     # Nine seconds of work in ten, six of them ours, on two cores.
     assert traced.facts() == {"load": pytest.approx(0.15)}
+
+
+@pytest.mark.parametrize(
+    ("busy", "said"), [(9.0, ["load: 0.9, accepted: others under half the cores"]), (4.0, [])]
+)
+def test_a_look_says_why_blocks_would_be_dropped(monkeypatch, busy, said):
+    clocks = iter([(0.0, 0.0, 0.0), (10.0, busy, 0.0)])
+    monkeypatch.setattr(MachineMonitor, "_clocks", lambda _: next(clocks))
+    monkeypatch.setattr(machine_monitor.psutil, "cpu_count", lambda: 1)
+    assert [*look(MachineMonitor(), 0.0)] == said
+
+
+def test_a_look_finds_who_computed_on_the_gpu_before():
+    fake = Gpu()
+    found = look(MachineMonitor(gpu=fake, present=fake.read().processes), 0.0)
+    assert "foreign_processes: 2, accepted: no other process computes on the GPU" in found
 
 
 def test_our_work_is_that_of_this_process_and_of_the_servers():

@@ -1,5 +1,7 @@
 """A benchmark of the embedded server, by its command line: launched, flushed, measured, resumed."""
 
+import pytest
+
 from fixtures import bench
 from harness.bench.analysis import findings
 from harness.bench.jsonl import read
@@ -16,6 +18,7 @@ WORDS = (
 )
 
 
+@pytest.mark.usefixtures("recorded")
 def test_one_block_of_both_controls(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench, "rise", lambda: None)  # would outlive the test
     out = tmp_path / "bench.jsonl"

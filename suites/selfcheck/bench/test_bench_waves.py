@@ -216,7 +216,7 @@ def test_an_interrupted_run_goes_on_at_the_block_it_was_in(tmp_path, monkeypatch
         lab.run(out, workloads=(SMALL, LARGE))
     assert not lab.up
     with out.open("a") as file:
-        file.write('{"format":2,"kind":"tri')
+        file.write('{"format":3,"kind":"tri')
     lab.stop_after, before = 10**9, len(lab.events)
     with pytest.raises(UsageError, match="--resume"):
         lab.run(out, workloads=(SMALL, LARGE))
@@ -244,7 +244,7 @@ def test_bad_conditions_make_it_invalid_and_never_a_failure(tmp_path, monkeypatc
         tmp_path / "bench.jsonl", roles=(Role.CANDIDATE,), blocks_at_most=4, side_by_side=2
     )
     assert {f.verdict for f in found} == {BenchVerdict.INVALID}
-    assert any("load: 0.7, 0.7" in reason for reason in found[0].reasons)
+    assert any("load: 0.7, accepted" in reason for reason in found[0].reasons)
     assert found[0].evidence.dropped == 3  # more than half of the four that may be valid
 
 

@@ -104,11 +104,11 @@ def test_scale_comes_from_earlier_blocks_alone():
 
 
 @pytest.mark.parametrize(
-    ("effect", "ruling", "blocks", "behind"),
+    ("effect", "verdict", "blocks", "behind"),
     [
         (0.5, BenchVerdict.REGRESSED, 8, "e_regressed"),
         (-0.5, BenchVerdict.IMPROVED, 8, "e_improved"),
-        (0.0, BenchVerdict.OK, 5, "e_clear"),
+        (0.0, BenchVerdict.OK, 5, "e_equivalence"),
     ],
 )
 def test_rulings_stop_early_and_later_blocks_change_nothing(effect, verdict, blocks, behind):
@@ -263,7 +263,7 @@ def test_without_the_coin_the_second_place_is_blamed():
     assert simulation.simulate(scene, 500, randomised=False).by_ruling[BenchVerdict.REGRESSED] > 0.1
 
 
-def test_three_percent_are_found_and_none_are_cleared_at_once():
+def test_three_percent_are_found_and_none_are_equivalenceed_at_once():
     found = simulation.simulate(simulation.SCENES["3% slower, quads, delta0 0.5 %"], 4000)
     assert found.by_ruling[BenchVerdict.REGRESSED] >= 0.9 - 0.01
     assert found.by_ruling[BenchVerdict.OK] <= 0.05

@@ -44,6 +44,24 @@ def test_each_broken_condition_is_named_whichever_trial_has_it(name):
     assert reasons([GOOD, partly]) == (f"{name}: asked of some trials only",)
 
 
+@pytest.mark.parametrize(
+    ("trials", "said"),
+    [
+        ([{"load": 0.01 + n / 40} for n in range(32)], "load: 0.01 to 0.79, accepted: others"),
+        ([{"load": 0.7912345}] * 2, "load: 0.79, accepted: others under half the cores"),
+        (
+            [{"throttled": ()}, {"throttled": ("thermal", "power")}],
+            "throttled: none, thermal power",
+        ),
+        ([{"flushed": False}], "flushed: False, accepted: a proven flush"),
+    ],
+)
+def test_a_reason_is_short_however_many_trials_there_are(trials, said):
+    (found,) = reasons([replace(GOOD, **trial) for trial in trials])
+    assert found.startswith(said)
+    assert len(found) < 90
+
+
 def test_good_conditions_and_those_nobody_asked():
     assert reasons([GOOD, replace(GOOD, mhz=1970.0, celsius=67.0)]) == ()
     assert reasons([replace(GOOD, capped=0.5)] * 2) == ()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import configparser
 import os
+import runpy
 import subprocess
 import sys
 import tomllib
 import venv
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,6 +153,41 @@ def test_lane_gets_real_kernels_where_a_gpu_is(
     ci.main(["run"])
     assert environments[-1].get("SPECGATE_STACK") == stack
     assert environments[-1]["PATH"] == os.environ["PATH"]
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_lane_that_needs_a_gpu_says_so_before_anything_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+    commands: list[list[str]],
+    capsys: pytest.CaptureFixture[str],
+    is_there: bool,
+) -> None:
+    monkeypatch.setattr(ci, "has_gpu", lambda: is_there)
+    monkeypatch.setattr(ci, "tool_environment", lambda: commands.append([]) or Path("python"))
+    told = "ci: lane gpu needs a CUDA device, and nvidia-smi lists no GPU here\n"
+    assert ci.main(["gpu"]) == (3 if is_there else 2)
+    assert capsys.readouterr().err == ("" if is_there else told)
+    assert len(commands) == (2 if is_there else 0)
+
+
+class Failed(Exception):
+    """Stands in for tox's way to end an environment."""
+
+
+@pytest.mark.parametrize(
+    ("lane", "is_there", "ends"),
+    [("gpu", False, True), ("gpu", True, False), ("test", False, False)],
+)
+def test_tox_ends_such_a_lane_before_it_installs(
+    monkeypatch: pytest.MonkeyPatch, lane: str, is_there: bool, ends: bool
+) -> None:
+    parts = {"impl": lambda hook: hook, "ToxEnv": object, "Fail": Failed}
+    for name in ("tox", "tox.plugin", "tox.tox_env", "tox.tox_env.api", "tox.tox_env.errors"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**parts))
+    monkeypatch.setattr(ci, "has_gpu", lambda: is_there)
+    hook = runpy.run_path(str(ROOT / "toxfile.py"))["tox_on_install"]
+    with pytest.raises(Failed, match="needs a CUDA device") if ends else nullcontext():
+        hook(SimpleNamespace(conf=SimpleNamespace(name=lane)))
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_run_tests_reports_and_gates(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     folder = tmp_path / "out"
     pytest_call, *after = stand_in.calls
     assert pytest_call[:3] == ("pytest", "suites/differential", "suites/speculative")
-    assert pytest_call[-9:-5] == ("--workers-per-gpu", "4", "--device", "auto")
+    assert pytest_call[4:8] == ("--workers-per-gpu", "4", "--device", "auto")
     assert pytest_call[-5:] == ("--report", str(folder), "-k", "draft_extend_v2", "-x")
     assert after == [
         ("ci.report", f"{folder}/records.jsonl", "--out", f"{folder}/index.html"),
@@ -212,17 +212,37 @@ def test_wheels_fill_the_folder_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_a_verb_with_its_own_command_line_becomes_that_program(
     monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
-    became: list[tuple[str, list[str], dict[str, str]]] = []
+    became: list[tuple[str, list[str]]] = []
 
-    def execve(*call: Any) -> None:
-        became.append(call)
-        raise SystemExit
+    def run_module(module: str, *, run_name: str, alter_sys: bool) -> None:
+        assert (run_name, alter_sys) == ("__main__", True)
+        became.append((module, sys.argv[1:]))
+        raise SystemExit(3)
 
-    monkeypatch.setattr(cli.os, "execve", execve)
+    monkeypatch.setattr(cli.runpy, "run_module", run_module)
+    monkeypatch.setattr(sys, "argv", ["specgate", verb, "--help"])
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     with pytest.raises(SystemExit):
         cli.main([verb, "--help"])
-    [(program, argv, env)] = became
-    assert program == argv[0] == sys.executable
-    assert argv[1:] == ["-m", cli.HANDED_ON[verb][0], "--help"]
-    assert env["PYTHONPATH"] == f"{cli.ROOT}:/elsewhere"
+    assert became == [(cli.HANDED_ON[verb][0], ["--help"])]
+    assert cli.os.environ["PYTHONPATH"] == f"{cli.ROOT}:/elsewhere"
+
+
+def test_a_verb_that_is_interrupted_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_module(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.runpy, "run_module", run_module)
+    monkeypatch.setattr(sys, "argv", ["specgate", "mutants"])
+    assert cli.main(["mutants"]) == 130
+    assert capsys.readouterr().err == "specgate mutants: interrupted\n"
+
+
+def test_the_version_is_the_projects(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    project = tomllib.loads((cli.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"specgate {project['version']}\n"

@@ -31,6 +31,7 @@ USUAL = Entry(
     high=None,
     e=1.0,
     blocks=9,
+    higher_is_better=False,
 )
 
 
@@ -162,7 +163,7 @@ def test_series_are_told_apart_by_case_and_machine_and_sorted_by_night() -> None
     assert [e.night[8:10] for e in found["bs8/tpot", "NVIDIA H200"].entries] == ["02", "04"]
 
 
-@pytest.mark.parametrize("line", ["{}", "[]", "no", json.dumps({"format": 1, "ruling": "ok"})])
+@pytest.mark.parametrize("line", ["{}", "[]", "no", json.dumps({"format": 1, "verdict": "ok"})])
 def test_a_line_that_is_no_night_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "history.jsonl"
     history.append(path, [night(1)])
@@ -201,12 +202,15 @@ def test_plot_marks_epochs_changes_and_alarms() -> None:
             [replace(n, pin="older") if place < 8 else n for place, n in enumerate(step)]
         )
     }
-    [rows] = history_plots.history(found).to_dict()["datasets"].values()
-    marks = [row for row in rows if "mark" in row]
+    [panel] = history_plots.history(found).panels
+    tables = panel.chart.to_dict()["datasets"].values()
+    marks = [row for rows in tables for row in rows if "mark" in row]
     assert [(mark["mark"], mark["at"]) for mark in marks] == [
         ("epoch", step[8].night),
         ("suspected change", step[24].night),
         ("alarm", step[26].night),
     ]
-    [cells] = history_plots.heat_map(found).to_dict()["datasets"].values()
-    assert [(row["case"], row["sku"]) for row in cells] == [("bs8/tpot", "NVIDIA B200")]
+    [panel] = history_plots.heat_map(found).panels
+    [cells] = panel.chart.to_dict()["datasets"].values()
+    assert panel.title == "bs8"
+    assert [(row["metric"], row["sku"]) for row in cells] == [("tpot", "NVIDIA B200")]

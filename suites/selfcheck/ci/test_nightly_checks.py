@@ -96,8 +96,7 @@ def test_the_benchmark_is_asked_whether_it_understands_its_words(tmp_path: Path)
     assert checks.benchmark(bench) == NightlyCheck(
         "benchmark",
         True,
-        "each on bs1-in128-out64: quads, 3 passes a trial behind 2 warm-ups, "
-        "as many blocks a case as its margin allows",
+        "cases that are decided early take less, dropped blocks come on top",
     )
     said = "specgate bench: error: argument --passes: '0' is not accepted; accepted: 1 or more"
     assert checks.benchmark((*bench, "--passes", "0")) == NightlyCheck("benchmark", False, said)

@@ -7,15 +7,17 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Callable
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ci.offline import __main__ as cli
-from ci.offline import bundle, run
+from ci.offline import bundle, metadata, run
 from harness.core.paths import ROOT
 from harness.errors import UsageError
 from harness.upstream.released_wheel import WHEELS, Wheel
@@ -135,10 +137,15 @@ class Child:
         self.code = code
         self.commands: list[list[str]] = []
         self.options: dict[str, Any] = {}
+        self.on_path: list[Path] = []
+        self.metadata: list[str] = []
 
     def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         self.commands.append(command)
         self.options = options
+        paths = options["env"]["PYTHONPATH"].split(os.pathsep)
+        self.on_path = [Path(path) for path in paths]
+        self.metadata = [one.name for one in self.on_path[1].iterdir()]
         return subprocess.CompletedProcess(command, self.code)
 
 
@@ -147,6 +154,7 @@ def child(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Child
     """The lane, which ends with 3, on a bundle made for this machine."""
     bundle.build(tmp_path / "out", 100)
     this_machine(monkeypatch)
+    monkeypatch.setattr(metadata, "write", lambda into, site: (into / site.name).touch())
     made = Child(3)
     monkeypatch.setattr(run.subprocess, "run", made)
     monkeypatch.setenv("SPECGATE_CACHE", str(tmp_path / "cache"))
@@ -185,9 +193,10 @@ def test_lane_is_tox_s_and_finds_the_packages(
     )
     assert child.commands == [[sys.executable, *line.split(), *args]]
     environment = child.options["env"]
-    site, rest = environment["PYTHONPATH"].split(os.pathsep)
-    assert files(Path(site)) == INSTALLED
-    assert rest == "elsewhere"
+    site, _, *rest = child.on_path
+    assert files(site) == INSTALLED
+    assert child.metadata == [site.name]
+    assert rest == [ROOT, Path("elsewhere")]
     assert environment["FLASHINFER_WORKSPACE_BASE"] == str(tmp_path / "cache" / "jit")
     assert environment["SPECGATE_WHEELS"] == f"{site}/specgate-wheels"
     assert child.options["cwd"] == ROOT
@@ -213,6 +222,24 @@ def test_other_machine_is_refused_in_one_line(
     monkeypatch.setattr(run.sys, "version_info", (3, 10, 1))
     assert cli.main(["run", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("offline: python = '3.10' is not accepted")
+
+
+def test_metadata_is_found_as_that_of_an_editable_install(tmp_path: Path) -> None:
+    metadata.write(tmp_path, tmp_path)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    [written] = tmp_path.iterdir()
+    assert written.name == f"specgate-{project['version']}.dist-info"
+    [found] = distributions(name="specgate", path=[str(tmp_path)])
+    assert found.version == project["version"]
+    scripts = {entry.name: entry.value for entry in found.entry_points}
+    assert scripts == project["scripts"]
+
+
+def test_metadata_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "setuptools.py").write_text("raise ImportError('too old')")
+    told = "setuptools cannot write the project's metadata: ImportError: too old"
+    with pytest.raises(UsageError, match=f"^{told}$"):
+        metadata.write(tmp_path, tmp_path)
 
 
 def test_script_starts_the_lane_from_anywhere(tmp_path: Path) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from ci import report, summary
 from fixtures.fakes.sample_records import ENVIRONMENT, compared, trial
-from harness.core.record import Verdict, write_records
+from harness.core.record import Record, Verdict, write_records
 
 GRAPH = {"execution": "graph"}
 RECORDS = [
@@ -142,6 +144,83 @@ def test_page_shows_each_cell_by_state_and_absence() -> None:
     assert page.count('class="absent"') == 3
 
 
+def test_every_cell_has_an_address_that_the_script_knows() -> None:
+    page = report.page([*RECORDS, trial("one", device="cuda:0")])
+    cells = re.findall(
+        r'id="([^"]+)" href="#([^"]+)" data-subject="([^"]*)" data-device="([^"]*)"\s+'
+        r'data-mode="([^"]*)" data-execution="([^"]*)"',
+        page,
+    )
+    assert len(cells) == page.count('class="cell ') - 2  # the legend shows two
+    assert len({name for name, *_ in cells}) == len(cells)
+    for name, link, subject, device, mode, execution in cells:
+        assert name == link == f"{subject}@{device}/{mode}/{execution}"
+    assert "trtllm_mha/reference@cuda:0/decode/eager" in {name for name, *_ in cells}
+    script = page.rpartition("<script>")[2]
+    assert "location.hash" in script
+    assert 'addEventListener("hashchange", choose)' in script
+
+
+@pytest.mark.parametrize(
+    ("record", "shown"),
+    [
+        (trial("tokens", quantities=compared(0.0, 0.0)), "equal"),
+        (trial("numbers", quantities=compared(0.0)), "equal"),
+        (trial("numbers", quantities=compared(1e-9)), "0.00"),
+        (trial("counts", effects={"kernels": 2}), "passed"),
+        (trial("spoilt", Verdict.ERROR, quantities=compared(0.0)), "0.00"),
+        (trial("none", Verdict.REFUSED, message="x"), "refused"),
+    ],
+)
+def test_a_cell_is_equal_where_the_error_is_zero_and_nowhere_else(
+    record: Record, shown: str
+) -> None:
+    [said] = re.findall(r"decode, eager: ([^,]+),", report.page([record]))
+    assert said == shown
+
+
+def test_page_says_what_stood_in_for_which_kernel() -> None:
+    xqa, real = trial("one", subject="trtllm_mha/xqa"), {"device": "cuda:0"}
+    refused = trial("one", Verdict.REFUSED, subject="trtllm_mla/flash_mla", message="x")
+    gpu = trial("one", subject="trtllm_mla/trtllm_gen", **real)
+    assert summary.stand_ins([*RECORDS, xqa, refused, gpu]) == {"cpu": ["xqa"]}
+    page = report.page([xqa, refused, gpu])
+    assert "On cpu no kernel is real: the reference stood in for xqa, as strict" in page
+    assert "cpu, reference for xqa" in page
+    assert "<small>cuda:0</small>" in page
+    assert "no kernel is real" not in report.page([gpu, trial("one", **real)])
+
+
+def test_page_says_when_the_trials_were_recorded() -> None:
+    begun, ended, later = (
+        f"2026-11-{day}" for day in ("21T23:50:59+00:00", "21T23:58:00+00:00", "22T00:01:00+00:00")
+    )
+    times = [trial(str(n), recorded=at) for n, at in enumerate((ended, begun, later))]
+    assert summary.dates(times) == ("2026-11-21 23:50", "2026-11-22 00:01")
+    assert "2026-11-21 23:50</time> to 2026-11-22 00:01 UTC" in report.page(times)
+    assert "2026-11-21 23:50</time> to 23:58 UTC" in report.page(times[:2])
+    assert "2026-11-21 23:58</time> UTC" in report.page(times[:1])
+    assert "<time" not in report.page(RECORDS)
+
+
+def test_matrix_is_whole_at_every_width() -> None:
+    css = (report.HERE / "report.css").read_text(encoding="utf-8")
+    assert re.search(r'\.matrix th\[scope="row"\][^}]*position: sticky;\s*left: 0;', css)
+    assert not re.search(
+        r"^[^{}]*\b(header|main|\.matrix)\b[^{}]*\{[^}]*max-width", css, re.MULTILINE
+    )
+    page = report.page(RECORDS)
+    assert re.search(r'<div class="scroll"[^>]*>\s*<table class="matrix">', page)
+    assert all(float(size) >= 12 for size in re.findall(r"font(?:-size)?: ([\d.]+)px", css))
+
+
+def test_every_figure_has_a_label() -> None:
+    page = report.page(RECORDS)
+    drawn = re.findall(r"<svg[^>]*>", page)
+    assert drawn
+    assert all("aria-label=" in svg for svg in drawn)
+
+
 def test_page_says_what_the_gate_says() -> None:
     assert '<p class="verdict bad">1 problem</p>' in report.page(RECORDS)
     assert '<p class="verdict bad">1 problem</p>' in report.page([])
@@ -175,6 +254,17 @@ def test_command_prints_a_line_a_subject_and_writes_the_page(
     assert re.findall(r"[\d.–]+", line.partition("cpu")[2]) == ["5", "1", "2", "4.00", "–"]
     assert "planned 8 = run 5 + refused 2 + waived 1; 3.0 differential cases/s" in shown
     assert page.read_text(encoding="utf-8") == report.page(RECORDS)
+
+
+def test_table_is_cut_nowhere_at_80_columns() -> None:
+    longest = {"subject": "trtllm_mla-host_lengths/trtllm_gen", "device": "cuda:0"}
+    numbers = {"quantities": compared(0.1), **longest}
+    many = [trial(str(n), execution=e, **numbers) for n in range(1000) for e in ("eager", "graph")]
+    console = Console(width=80, file=StringIO())
+    report.show(many, console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in shown
+    assert re.search(r"trtllm_gen @ cuda:0 +2000 +0 +0 +0\.20 +0\.20", shown)
 
 
 @pytest.mark.parametrize("target", ["missing/index.html", "records.jsonl/index.html"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import replace
@@ -20,6 +21,8 @@ from harness.differential.golden import (
     summary,
 )
 from harness.errors import GoldenError
+
+pytest_plugins = ["pytester"]
 
 IDENTITY = Identity(case=digest({"id": "edge", "lens": [3, 5]}), seed=7, weights="w0")
 LOGITS = torch.arange(6.0).view(2, 3)
@@ -57,7 +60,7 @@ def folder(tmp_path):
 
 def test_the_life_of_a_golden(tmp_path):
     folder = tmp_path / "golden"
-    with pytest.raises(GoldenError, match=r"mha\.safetensors has no golden 'edge'.*--golden=add$"):
+    with pytest.raises(GoldenError, match=r"mha\.safetensors has no golden 'edge'; .* golden add$"):
         settle(folder, Workflow.VERIFY)
     assert content(folder) == {}
 
@@ -86,7 +89,7 @@ def test_only_verified_is_green():
 @pytest.mark.parametrize("field", ["case", "seed", "weights"])
 def test_a_stale_golden_says_what_changed(folder, workflow, field):
     changed = replace(IDENTITY, **{field: 8 if field == "seed" else "other"})
-    with pytest.raises(GoldenError, match=f"'edge' is stale: {field} changed; .*--golden=rewrite$"):
+    with pytest.raises(GoldenError, match=f"'edge' is stale: {field} changed; .* golden rewrite$"):
         settle(folder, workflow, identity=changed)
     assert settle(folder, Workflow.REWRITE, identity=changed)[1] is GoldenOutcome.REWRITTEN
     assert settle(folder, Workflow.VERIFY, identity=changed)[1] is GoldenOutcome.VERIFIED
@@ -105,6 +108,17 @@ def edit_manifest(change):
     return apply
 
 
+def recorded_as_if_meant(data):
+    def apply(path):
+        path.write_bytes(data)
+        manifest = path.with_name("manifest.json")
+        digests = json.loads(manifest.read_text())
+        digests["files"][path.name] = hashlib.sha256(data).hexdigest()
+        manifest.write_text(json.dumps(digests))
+
+    return apply
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "said"),
     [
@@ -113,7 +127,9 @@ def edit_manifest(change):
         ("mha.safetensors", os.remove, r"mha\.safetensors is missing"),
         ("manifest.json", truncate, r"manifest\.json is corrupt: JSONDecodeError"),
         ("manifest.json", lambda p: p.write_text("[]"), r"manifest\.json is corrupt: TypeError"),
-        ("manifest.json", os.remove, r"mha\.json is an orphan"),
+        ("manifest.json", os.remove, r"manifest\.json is missing"),
+        ("mha.safetensors", recorded_as_if_meant(b"\xff" * 40), r"mha is corrupt: SafetensorError"),
+        ("mha.json", recorded_as_if_meant(b"{"), r"mha is corrupt: JSONDecodeError"),
         (
             "manifest.json",
             edit_manifest(lambda d: d.update(format=0)),
@@ -135,7 +151,7 @@ def test_damage_is_named_and_a_rewrite_mends_it(folder, name, damage, said):
     damage(folder / name)
     for workflow in (Workflow.VERIFY, Workflow.ADD):
         with pytest.raises(
-            GoldenError, match=said + ".*update with: .*--golden=rewrite$"
+            GoldenError, match=said + ".*git checkout golden; .* golden rewrite$"
         ) as caught:
             settle(folder, workflow)
         assert "\n" not in str(caught.value)
@@ -240,3 +256,64 @@ def test_summary_keeps_a_few_rows_and_all_norms():
     short = summary(logits[:3], torch.zeros(3, 4))
     assert short["rows"].tolist() == [0, 1, 2]
     assert summary(logits[:0], torch.zeros(0, 4))["logits"].shape == (0, 128)
+
+
+READERS = """
+import pytest
+
+@pytest.mark.parametrize("number", range(20))
+def test_row(number, goldens):
+    assert goldens.manifest["entries"]
+
+@pytest.mark.usefixtures("recorded")
+def test_prompt():
+    pass
+
+def test_other():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("mha.safetensors", truncate),
+        ("mha.safetensors", lambda path: path.write_bytes(path.read_bytes()[::-1])),
+        ("mha.json", lambda path: path.write_text("{")),
+        ("manifest.json", truncate),
+        ("manifest.json", os.remove),
+    ],
+    ids=["truncated", "flipped", "broken-json", "broken-manifest", "no-manifest"],
+)
+def test_damaged_goldens_are_one_failure(pytester, monkeypatch, folder, name, damage):
+    monkeypatch.setattr("fixtures.pytest_plugin.goldens.FOLDER", folder)
+    pytester.makepyfile(READERS)
+    plugins = ("-p", "fixtures.pytest_plugin.shards", "-p", "fixtures.pytest_plugin.goldens")
+    assert pytester.runpytest_inprocess(*plugins).ret == 0
+    damage(folder / name)
+    result = pytester.runpytest_inprocess(*plugins)
+    result.assert_outcomes(passed=1, failed=1, deselected=21)
+    text = str(result.stdout)
+    assert "; undo it with: git checkout golden; if the change is meant: python3 -m" in text
+    assert len(result.outlines) < 20
+    assert "Traceback" not in text
+    result = pytester.runpytest_inprocess(*plugins, "-k", "other")
+    result.assert_outcomes(passed=1, deselected=21)
+
+
+def test_a_stale_golden_fails_by_one_line(pytester, monkeypatch, folder):
+    monkeypatch.setattr("fixtures.pytest_plugin.goldens.FOLDER", folder)
+    pytester.makepyfile(
+        """
+        from harness.differential.golden import Identity
+
+        def test_row(goldens):
+            goldens.settle("mha", "edge", Identity(case="0", seed=7, weights="w0"), None)
+        """
+    )
+    result = pytester.runpytest_inprocess(
+        "-p", "fixtures.pytest_plugin.shards", "-p", "fixtures.pytest_plugin.goldens"
+    )
+    result.assert_outcomes(failed=1)
+    assert "is stale: case changed; if the change is meant: python3" in str(result.stdout)
+    assert len(result.outlines) < 20

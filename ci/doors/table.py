@@ -1,0 +1,112 @@
+"""``doors.toml``: what a person fills in, and how far a command goes that cannot run here."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ci.doors.documents import Command
+from harness.errors import UsageError, rejected
+
+FILE = Path(__file__).with_name("doors.toml")
+UNFILLED = re.compile(r"(?<![\w$.{-])[A-Z]{2,}(?:[.:][A-Z]+)*(?![\w=])")
+"""A word in capitals that is no variable, neither read ($PWD) nor set (ARM=…)."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """How a command of a document is run.
+
+    Args:
+        command: as the document has it, without its comment.
+        limit: seconds it may take.
+        run: what is run instead.
+        ready: what a server prints when it serves; it is interrupted then, and must end cleanly.
+        refused: what the last line says where the command cannot run; it must say so by itself.
+        reason: why it is not run as it stands.
+    """
+
+    command: str
+    limit: float
+    run: str = ""
+    ready: str = ""
+    refused: str = ""
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        ways = [name for name in ("run", "ready", "refused") if getattr(self, name)]
+        if len(ways) > 1:
+            raise UsageError(rejected(self.command, ways, "one of run, ready and refused"))
+        if bool(ways) != bool(self.reason):
+            wanted = "a reason exactly where the command is not run as it stands"
+            raise UsageError(rejected(f"reason of {self.command}", self.reason, wanted))
+
+
+@dataclass(frozen=True)
+class Table:
+    """``doors.toml``.
+
+    Args:
+        limit: seconds of a command that has no row.
+        gpu_extras: extras whose packages need a GPU.
+        placeholders: word of a document -> what a person would put there.
+        rows: by command.
+    """
+
+    limit: float
+    gpu_extras: frozenset[str]
+    placeholders: Mapping[str, str]
+    rows: Mapping[str, Row]
+
+    def row(self, command: Command) -> Row:
+        """The command's own, or one that runs it as it stands."""
+        return self.rows.get(command.bare) or Row(command.bare, self.limit)
+
+    def filled(self, text: str) -> str:
+        """A command line with every placeholder filled.
+
+        Raises:
+            UsageError: it has one that the table does not know.
+        """
+        for word, value in self.placeholders.items():
+            text = re.sub(rf"(?<![\w$.-]){re.escape(word)}(?![\w=])", value, text)
+        if unknown := UNFILLED.search(text):
+            raise UsageError(rejected("placeholder", unknown[0], ", ".join(self.placeholders)))
+        return text
+
+    def stale(self, commands: Collection[Command]) -> list[str]:
+        """Rows and placeholders that no command of any document asks for."""
+        texts = {command.bare for command in commands}
+        words = [word for word in self.placeholders if not any(word in text for text in texts)]
+        return [*(command for command in self.rows if command not in texts), *words]
+
+
+def read(file: Path = FILE) -> Table:
+    """The table.
+
+    Raises:
+        UsageError: a row has a field that none has, lacks one, or is there twice.
+    """
+    with file.open("rb") as opened:
+        told = tomllib.load(opened)
+    limit = float(told["limit"])
+    rows: dict[str, Row] = {}
+    for entry in told["command"]:
+        row = _row(entry, limit)
+        if row.command in rows:
+            raise UsageError(rejected("command", row.command, "one row a command"))
+        rows[row.command] = row
+    return Table(limit, frozenset(told["gpu_extras"]), told["placeholders"], rows)
+
+
+def _row(entry: Mapping[str, Any], limit: float) -> Row:
+    known = {field.name for field in fields(Row)}
+    if not {"command"} <= entry.keys() <= known:
+        accepted = f"command, and of {', '.join(sorted(known))}"
+        raise UsageError(rejected("row", dict(entry), accepted))
+    texts = {name: " ".join(value.split()) for name, value in entry.items() if name != "limit"}
+    return Row(limit=float(entry.get("limit", limit)), **texts)

@@ -1,0 +1,90 @@
+"""What was tried, how it went, and the table of all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as Printed
+
+from ci.doors.documents import Command
+from ci.doors.shell import Shell
+from ci.doors.table import Table
+from harness.errors import UsageError
+
+TAIL = 40
+"""Lines of a red command's output that are shown."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One command, or one thing asked of an environment.
+
+    Args:
+        place: such as "README.md:17".
+        asked: the command as the document has it.
+        ran: what was run instead, or why it was not run again; empty if nothing else.
+        seconds: it took.
+        output: of it.
+        problem: why it is red; empty where it is not.
+    """
+
+    place: str
+    asked: str
+    ran: str = ""
+    seconds: float = 0.0
+    output: str = ""
+    problem: str = ""
+
+    @property
+    def line(self) -> str:
+        """One line of progress."""
+        return f"{self.problem or 'ok'}, {self.seconds:.0f} s: {self.place} {self.asked}"
+
+
+def typed(command: Command, table: Table, shell: Shell, done: dict[str, Tried]) -> Tried:
+    """Run a command of a document, once however many documents have it.
+
+    Args:
+        command: it.
+        table: how it is run.
+        shell: in which.
+        done: commands that were run, by text; this one is added.
+    """
+    if earlier := done.get(command.bare):
+        return replace(earlier, place=command.place, ran=f"as {earlier.place}", seconds=0.0)
+    row = table.row(command)
+    try:
+        text = table.filled(row.run or command.bare)
+    except UsageError as error:
+        return Tried(command.place, command.bare, problem=str(error))
+    ended = shell.run(text, row)
+    how = {"ready": row.ready and "until it serves, then Ctrl-C", "run": text, "": ""}
+    ran = how["ready"] or (text if text != command.bare else "")
+    if row.reason:
+        ran = f"{ran or f'expected: {row.refused}'} ({row.reason})"
+    made = Tried(command.place, command.bare, ran, ended.seconds, ended.output, ended.problem)
+    done[command.bare] = made
+    return made
+
+
+def show(tried: Sequence[Tried], seconds: float, console: Console) -> int:
+    """Print the end of every red output and the table; 1 if anything is red, else 0."""
+    red = [one for one in tried if one.problem]
+    for one in red:
+        console.rule(escape(f"{one.place}: {one.problem}"), align="left")
+        console.print(escape(one.asked))
+        tail = one.output.rstrip().splitlines()[-TAIL:]
+        console.print("\n".join(tail), markup=False, soft_wrap=True)
+    printed = Printed("where", "command", "s", "", box=None, pad_edge=False)
+    printed.columns[1].overflow = "fold"
+    printed.columns[2].justify = "right"
+    for one in tried:
+        more = f"\n  → {escape(one.ran)}" if one.ran else ""
+        fate = "[red]red[/]" if one.problem else "ok"
+        printed.add_row(escape(one.place), escape(one.asked) + more, f"{one.seconds:.0f}", fate)
+    console.print(printed)
+    console.print(f"doors: {len(tried)} tried, {len(red)} red, {seconds / 60:.1f} min")
+    return int(bool(red))

@@ -1,0 +1,54 @@
+"""A dry run says how many servers are launched at most, and for how long."""
+
+from dataclasses import replace
+
+import pytest
+
+from fixtures.tables.margins import MARGINS, ROWS
+from harness.bench.arms import parse
+from harness.bench.forecast import LAUNCH_S, TOKEN_S, TRIAL_S, duration, forecast
+from harness.bench.plan import Setup
+from harness.bench.session_records import Role, Workload
+from harness.bench.stats.design import Design
+
+SETUP = Setup(
+    a=parse("embedded:"),
+    b=parse("embedded:slowdown=0.05"),
+    workloads=(Workload(id="w", batch_size=2, input_len=8, output_len=10, requests=6),),
+    margins=ROWS,
+    roles=(Role.CANDIDATE,),
+    seed="",
+    design=Design.QUADS,
+    warm_ups=2,
+    passes=3,
+    blocks_at_most=5,
+)
+
+
+def test_launches_and_trials_by_hand():
+    cost = forecast(SETUP)
+    # A block of ABBA launches four servers and makes a trial on each; the rehearsal one an arm.
+    assert (cost.launches, cost.trials) == (5 * 4 + 2, 5 * 4 + 2)
+    # Six requests, two at a time, of ten tokens; two warm-ups and three passes on every server.
+    tokens = 22 * (2 + 3) * 3 * 10
+    expected = 22 * LAUNCH_S + 22 * TRIAL_S + tokens * TOKEN_S["embedded"]
+    assert cost.seconds == pytest.approx(expected)
+
+
+def test_many_trials_share_a_launch_and_an_attached_server_has_none():
+    cost = forecast(replace(SETUP, design=Design.THUE_MORSE, a=parse("url:http://h:1")))
+    assert (cost.launches, cost.trials) == (5 + 1, 5 * 32 + 2)
+
+
+def test_without_a_limit_a_session_takes_what_its_margins_allow():
+    cost = forecast(replace(SETUP, blocks_at_most=None, roles=(Role.SAME, Role.INJECTED)))
+    most = MARGINS["tpot"].n_max_nightly
+    assert most == MARGINS["step_time"].n_max_nightly == MARGINS["ttft"].n_max_nightly
+    assert cost.launches == 2 * most * 4 + 2  # a metric that no trial measures allows 40
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.2, "1 s"), (60.0, "1 min"), (61.0, "2 min"), (7260.0, "2 h 1 min")]
+)
+def test_a_duration_is_told_in_its_own_unit(seconds, said):
+    assert duration(seconds) == said

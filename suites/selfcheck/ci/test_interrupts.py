@@ -1,0 +1,105 @@
+"""A signal ends a program in one line, whatever it was doing, and leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fixtures import bench
+from fixtures.pytest_plugin.poll import eventually
+from harness.server.launch.process import ROOT
+
+SERVE = ("serve", "--pair", "gqa")
+BENCH = ("bench", "--a", "embedded:", "--b", "embedded:", "--out")
+
+
+def has_begun(program: subprocess.Popen[str]) -> bool:
+    """Whether Python has read our first module: its argparse was needed for that."""
+    return bool(psutil.Process(program.pid).cpu_times().user > 0.3)
+
+
+def has_children(program: subprocess.Popen[str]) -> bool:
+    return bool(psutil.Process(program.pid).children())
+
+
+def serves(program: subprocess.Popen[str]) -> bool:
+    assert program.stdout is not None
+    return program.stdout.readline().startswith("serving http://127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("words", "moment", "number", "told"),
+    [
+        (SERVE, has_begun, signal.SIGINT, "specgate serve: "),
+        (SERVE, has_children, signal.SIGINT, "specgate serve: stopped by SIGINT"),
+        (SERVE, has_children, signal.SIGTERM, "specgate serve: stopped by SIGTERM"),
+        (SERVE, serves, signal.SIGINT, "specgate serve: stopped by SIGINT"),
+        (SERVE, serves, signal.SIGTERM, "specgate serve: stopped by SIGTERM"),
+        (BENCH, has_begun, signal.SIGINT, "specgate bench: interrupted"),
+        (BENCH, has_children, signal.SIGINT, "specgate bench: interrupted; nothing was measured"),
+    ],
+)
+def test_a_signal_ends_a_program_in_one_line(
+    tmp_path: Path,
+    words: tuple[str, ...],
+    moment: Callable[[subprocess.Popen[str]], bool],
+    number: signal.Signals,
+    told: str,
+) -> None:
+    out = (str(tmp_path / "bench.jsonl"),) if words is BENCH else ()
+    program = subprocess.Popen(
+        [sys.executable, "-m", "harness", *words, *out],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        eventually(lambda: moment(program))
+        descendants = psutil.Process(program.pid).children(recursive=True)
+        # A terminal tells every process of the group.
+        send = os.killpg if number == signal.SIGINT else os.kill
+        send(program.pid, number)
+        errors = program.communicate(timeout=60)[1]
+    finally:
+        program.kill()
+    [line] = errors.splitlines()
+    assert line.startswith(told)
+    # Python itself passes on an interrupt that came while code was compiled.
+    assert program.returncode in (128 + number, -number)
+    assert psutil.wait_procs(descendants, timeout=30)[1] == []
+
+
+def test_an_interrupted_benchmark_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "of tonight.jsonl"
+
+    class Run:
+        def __init__(self, **_: object) -> None:
+            return
+
+        def run(self) -> None:
+            out.write_text("")
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "BenchRun", Run)
+    monkeypatch.setattr(bench, "rise", lambda: None)  # would outlive the test
+    monkeypatch.setattr(bench.signal, "signal", lambda *_: None)
+    words = ["--a", "embedded:", "--b", "embedded:", "--out", str(out)]
+    for given in (words, [*words, "--resume"]):
+        assert bench.main(given) == 130
+        [line] = capsys.readouterr().err.splitlines()
+        start = f"specgate bench: interrupted; {out} keeps what was measured, go on with: "
+        assert line.startswith(start)
+        again = shlex.split(line.removeprefix(start))
+        assert again == ["specgate", "bench", *words, "--resume"]

@@ -1,0 +1,91 @@
+"""Tests run on every core, unless they are named one by one or somebody looks into a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from fixtures.pytest_plugin import workers
+from harness.core.paths import ROOT
+
+pytest_plugins = ["pytester"]
+
+
+@pytest.mark.parametrize(
+    ("words", "chosen"),
+    [
+        ((), "auto"),
+        (("-k", "draft_extend_v2"), "auto"),
+        (("test_a.py",), "auto"),
+        (("test_a.py::test_one",), None),
+        (("test_a.py", "test_a.py::test_one"), None),
+        (("-n0",), 0),
+        (("-n3",), 3),
+        (("--dist", "no"), None),
+        (("--dist=worksteal",), None),
+        (("--pdb",), None),
+        (("--collect-only",), None),
+        (("--golden=add",), None),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_workers_are_chosen(
+    pytester: pytest.Pytester, words: tuple[str, ...], chosen: int | str | None
+) -> None:
+    pytester.makepyfile(test_a="def test_one(): pass")
+    config = pytester.parseconfig("-p", "fixtures.pytest_plugin.goldens", *words)
+    workers.pytest_cmdline_main(config)
+    assert config.option.numprocesses == chosen
+    assert config.option.maxprocesses == 8
+
+
+def test_more_workers_are_had_by_asking(pytester: pytest.Pytester) -> None:
+    config = pytester.parseconfig("-n", "auto", "--maxprocesses", "64")
+    workers.pytest_cmdline_main(config)
+    assert (config.option.numprocesses, config.option.maxprocesses) == ("auto", 64)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"), [((), "2 workers*"), (("test_a.py::test_one",), "collected 1 item")]
+)
+def test_xdist_reads_what_is_chosen(
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    told: str,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "2")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    pytester.makepyfile(test_a="def test_one(): pass\ndef test_two(): pass")
+    plugins = ("-p", "xdist.plugin", "-p", "fixtures.pytest_plugin.workers")
+    result = pytester.runpytest_subprocess(*plugins, *words)
+    result.assert_outcomes(passed=1 if words else 2)
+    result.stdout.fnmatch_lines([told])
+
+
+def test_pytest_answers_without_xdist() -> None:
+    words = ("-p", "no:xdist", "-q", "suites/selfcheck/plugin/test_workers.py::test_mistyped")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "ERROR: not found: " in done.stderr
+    assert "unrecognized arguments" not in done.stderr
+
+
+def test_nothing_forces_workers() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    options = project["tool"]["pytest"]["ini_options"]["addopts"]
+    assert not [word for word in options if word.startswith(("-n", "--maxprocesses", "--dist"))]

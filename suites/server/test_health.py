@@ -1,0 +1,15 @@
+"""Who polls for health as sglang's own launchers do is told that the server is well."""
+
+from __future__ import annotations
+
+import pytest
+import requests
+
+POLLED = {"Content-Type": "application/json; charset=utf-8", "Authorization": "Bearer None"}
+"""What ``sglang.test.test_utils.popen_launch_server`` sends while it waits."""
+
+
+@pytest.mark.parametrize("path", ["/health", "/health_generate"])
+@pytest.mark.parametrize("headers", [None, POLLED], ids=["bare", "popen_launch_server"])
+def test_a_poll_is_answered(server, path, headers):
+    assert requests.get(server.url + path, headers=headers, timeout=5).status_code == 200
