@@ -144,7 +144,8 @@ class CaseReport:
         """Everything measured and planned, by name."""
         e = self.evidence
         known = {
-            "e_regressed": e.e_regressed, "e_equivalence": e.e_equivalence, "e_improved": e.e_improved,
+            "e_regressed": e.e_regressed, "e_equivalence": e.e_equivalence,
+            "e_improved": e.e_improved,
             "blocks": e.blocks, "dropped": e.dropped,
             "delta0": self.bounds.delta0, "delta1": self.bounds.delta1,
         }  # fmt: skip

@@ -75,7 +75,8 @@ def decide(
     """
     regressed = found.regressed >= math.log(thresholds.reject_null)
     improved = found.improved >= math.log(thresholds.reject_null)
-    cleared = np.logical_or.accumulate(found.accept_equivalence >= math.log(thresholds.accept_equivalence), axis=-1)
+    enough = found.accept_equivalence >= math.log(thresholds.accept_equivalence)
+    cleared = np.logical_or.accumulate(enough, axis=-1)
     code = np.select([regressed, improved, cleared], [3, 2, 1], 0)
     stop = regressed | improved | (cleared & (found.improved <= 0.0))
     stop[..., -1] = True
