@@ -74,9 +74,27 @@ class NotReady(ServerError):
     """A server ended, or was not well by its deadline; the message shows the end of its log."""
 
 
+FAILURES = (
+    SpecgateError,
+    RuntimeError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+)
+"""How a broken backend, kernel, graph or engine may fail under test; its record keeps the error."""
+
+
 def rejected(field: str, value: object, accepted: object) -> str:
     """The one wording of bad input: which field, which value, what would have been accepted."""
     return f"{field} = {value!r} is not accepted; accepted: {accepted}"
+
+
+def first_line(error: BaseException) -> str:
+    """Type and first line of an error, as a record's message."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def brief(error: Exception, head: int = 150, tail: int = 350) -> str:

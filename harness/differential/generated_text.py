@@ -9,18 +9,7 @@ from typing import Protocol
 from harness.differential.compare import Comparison, compare_exact, compare_tokens
 from harness.engine.request import Generation
 from harness.engine.scheduler import Scheduler
-from harness.errors import SpecgateError
-
-# A broken engine fails in its own way.
-FAILURES = (
-    SpecgateError,
-    RuntimeError,
-    LookupError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-)
+from harness.errors import FAILURES, first_line
 
 
 class ExpectedText(Protocol):
@@ -54,7 +43,7 @@ def transcribe(
     try:
         return engine().generate(prompts, count)
     except FAILURES as error:
-        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return first_line(error)
 
 
 def judge_text(obtained: Generation, expected: ExpectedText, tie: float) -> list[Comparison]:

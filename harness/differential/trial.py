@@ -14,7 +14,7 @@ from harness.differential.diagnose import explain
 from harness.differential.forward import decoys, run_forward
 from harness.differential.judge import judge
 from harness.differential.traced_inputs import make_trial_inputs
-from harness.errors import SpecgateError
+from harness.errors import FAILURES, first_line
 from harness.subjects import Subject
 
 # Outputs of attention that no invariant explains; the keys that were read may.
@@ -46,17 +46,8 @@ def run_trial(
         lines = [comparison.message for comparison in bad[:3]]
         if bad and (bad[0].quantity, bad[0].verdict) in UNEXPLAINED:
             lines.insert(0, explain(case, subject, execution, device, result))
-    except (
-        SpecgateError,
-        RuntimeError,
-        IndexError,
-        ValueError,
-        TypeError,
-        AttributeError,
-    ) as error:
-        # A broken backend fails in its own way; the record keeps how.
-        message = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        return _record(case, subject, execution, device, Verdict.ERROR, message)
+    except FAILURES as error:
+        return _record(case, subject, execution, device, Verdict.ERROR, first_line(error))
     return _record(
         case,
         subject,

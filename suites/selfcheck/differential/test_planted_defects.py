@@ -243,6 +243,20 @@ def test_turns_its_case_red(
     assert case_id in record.reproduce
 
 
+@pytest.mark.parametrize(
+    "error", [AssertionError("torn\nplan"), KeyError("torn"), ZeroDivisionError("torn")], ids=repr
+)
+def test_whatever_a_subject_raises_is_recorded(error: Exception) -> None:
+    class Raising(TRTLLMHAAttnBackend):
+        def _fill(self, batch: ForwardBatch, *, table: bool = True) -> None:
+            raise error
+
+    case = find("mha-decode-bs2_ragged")
+    record = run_trial(case, replace(MHA, backend=Raising), EAGER)
+    assert record.verdict is Verdict.ERROR
+    assert record.message in (f"{type(error).__name__}: torn", "KeyError: 'torn'")
+
+
 def test_a_refusal_is_recorded_with_its_reason() -> None:
     record = run_trial(find("mha-decode-fp32"), XQA, EAGER)
     assert record.verdict is Verdict.REFUSED
