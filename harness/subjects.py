@@ -26,7 +26,7 @@ from harness.core.case import Case, Execution, Family, Mode
 from harness.core.environment import compute_capability
 from harness.core.numerics import Numerics
 from harness.errors import UsageError, rejected
-from harness.graphs.draft_extend_runner import DraftExtendRunner, UnoptimizedDraftExtendRunner
+from harness.graphs.draft_extend_runner import BaselineDraftExtendRunner, DraftExtendRunner
 from harness.kernels.registry import real_kernel
 
 ALL_MODES = frozenset(Mode)
@@ -84,8 +84,8 @@ class Subject:
 
 
 Kind = tuple[Family, type[PagedBackend], type[PagedMultiStepDraftBackend]]
-MHA: Kind = (Family.MHA, TRTLLMHAAttnBackend, TRTLLMHAAttnMultiStepDraftBackend)
-MLA: Kind = (Family.MLA, TRTLLMMLABackend, TRTLLMMLAMultiStepDraftBackend)
+MHA_BACKENDS: Kind = (Family.MHA, TRTLLMHAAttnBackend, TRTLLMHAAttnMultiStepDraftBackend)
+MLA_BACKENDS: Kind = (Family.MLA, TRTLLMMLABackend, TRTLLMMLAMultiStepDraftBackend)
 
 
 def _subject(name: str, of: Kind, **changes: Any) -> Subject:
@@ -97,41 +97,41 @@ def _subject(name: str, of: Kind, **changes: Any) -> Subject:
 SUBJECTS = {
     subject.name: subject
     for subject in (
-        _subject("trtllm_mha/reference", MHA),
-        _subject("trtllm_mha/xqa", MHA),
-        _subject("trtllm_mha/trtllm_gen", MHA),
-        _subject("trtllm_mla/reference", MLA),
-        _subject("trtllm_mla/flash_mla", MLA),
-        _subject("trtllm_mla/trtllm_gen", MLA),
+        _subject("trtllm_mha/reference", MHA_BACKENDS),
+        _subject("trtllm_mha/xqa", MHA_BACKENDS),
+        _subject("trtllm_mha/trtllm_gen", MHA_BACKENDS),
+        _subject("trtllm_mla/reference", MLA_BACKENDS),
+        _subject("trtllm_mla/flash_mla", MLA_BACKENDS),
+        _subject("trtllm_mla/trtllm_gen", MLA_BACKENDS),
         # Peers: one optimization undone each.
         _subject(
             "trtllm_mla-host_lengths/trtllm_gen",
-            MLA,
+            MLA_BACKENDS,
             backend=HostLengthsMLABackend,
             modes=frozenset({Mode.DECODE, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2}),
         ),
         _subject(
             "trtllm_mla-kv_indices/trtllm_gen",
-            MLA,
+            MLA_BACKENDS,
             draft_backend=KVIndicesMLAMultiStepDraftBackend,
             modes=frozenset({Mode.MULTI_STEP_DRAFT}),
         ),
         _subject(
             "trtllm_mha-context_kernel/trtllm_gen",
-            MHA,
+            MHA_BACKENDS,
             backend=ContextKernelMHABackend,
             modes=frozenset({Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2}),
         ),
         _subject(
             "trtllm_mha-verify_fix_up/xqa",
-            MHA,
+            MHA_BACKENDS,
             backend=VerifyFixUpMHABackend,
             modes=frozenset({Mode.TARGET_VERIFY}),
         ),
         _subject(
             "trtllm_mha-dead_topk/xqa",
-            MHA,
-            draft_extend_runner=UnoptimizedDraftExtendRunner,
+            MHA_BACKENDS,
+            draft_extend_runner=BaselineDraftExtendRunner,
             modes=frozenset({Mode.DRAFT_EXTEND_V2}),
         ),
     )

@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 
 from harness.core.paths import ROOT
 
-SIGNATURES = "suites/contract/kernels/test_providers_signatures.py"
+SIGNATURES = "suites/contract/kernels/test_kernels_signatures.py"
 GIB = 1 << 30
 
 

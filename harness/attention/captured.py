@@ -35,7 +35,7 @@ class BufferSlice:
     num_table_keys: int | None = None
 
 
-class Buckets:
+class CapturedMetadata:
     """One metadata object for each captured (phase, batch size); phases share memory if told to.
 
     Args:

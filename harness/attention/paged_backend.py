@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from harness.attention.captured import Buckets, BufferSlice
+from harness.attention.captured import BufferSlice, CapturedMetadata
 from harness.attention.geometry import Planner, check_stride, query_lens
 from harness.attention.metadata import FillInputs, Metadata, TableLayout
 from harness.attention.metadata_writer import MetadataWriter
@@ -91,7 +91,7 @@ class PagedBackend(AttentionBackend):
         )
         needs_packed_mask = kernel.capability.needs_packed_mask
         self.writer = MetadataWriter(layout, needs_packed_mask=needs_packed_mask)
-        self._buckets = Buckets(self.writer, self.padded_modes)
+        self._captured = CapturedMetadata(self.writer, self.padded_modes)
         self._round_plan = round_plan
 
     @property
@@ -130,8 +130,8 @@ class PagedBackend(AttentionBackend):
             return
         self._check(batch)
         if in_capture:
-            self._buckets.capture(self._planner.geometry(batch, in_capture=True))
-        metadata = self._buckets.find(batch.forward_mode, batch.seq_lens.shape[0])
+            self._captured.capture(self._planner.geometry(batch, in_capture=True))
+        metadata = self._captured.find(batch.forward_mode, batch.seq_lens.shape[0])
         check_stride(batch, metadata.geometry)
         self.forward_metadata = metadata
         if not in_capture:
@@ -148,14 +148,14 @@ class PagedBackend(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Let captured graphs of so many requests and tokens have buffers, or their share."""
-        self._buckets.allocate(max_bs, max_num_tokens)
+        self._captured.allocate(max_bs, max_num_tokens)
         if self._round_plan is not None:
             for mode, shared in self._round_plan.slices(self.writer, max_bs).items():
                 self.use_shared(mode, shared)
 
     def use_shared(self, mode: ForwardMode, shared: BufferSlice) -> None:
         """Plan graphs of a mode captured from now on in buffers that others share."""
-        self._buckets.use_shared(mode, shared)
+        self._captured.use_shared(mode, shared)
 
     def _fill(self, batch: ForwardBatch, *, table: bool = True) -> None:
         metadata = self.planned(batch)

@@ -8,6 +8,7 @@ import torch
 
 from harness.attention.metadata import Metadata
 from harness.attention.paged_backend import PagedBackend
+from harness.kernels.interface import ContextCall, DecodeCall
 from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode
 from harness.upstream.memory_pool import MLATokenToKVPool
 from harness.upstream.radix_attention import RadixAttention
@@ -73,34 +74,31 @@ class TRTLLMHAAttnBackend(PagedBackend):
         assert not isinstance(pool, MLATokenToKVPool)
         k_scale, v_scale = self._kv_scales(layer)
         table = metadata.swa_page_table if self._is_swa(layer) else metadata.page_table
-        call: dict[str, Any] = {
+        common: dict[str, Any] = {
+            "q": q,
+            "caches": pool.get_kv_buffer(layer.layer_id),
             "block_tables": table,
             "seq_lens": metadata.cache_seqlens_int32,
+            "max_seq_len": self.max_total_len,
             "bmm1_scale": k_scale * layer.scaling,
             "bmm2_scale": v_scale,
             "out_dtype": out_dtype,
             "window_left": layer.sliding_window_size,
             "sinks": layer.sinks,
         }
-        caches = pool.get_kv_buffer(layer.layer_id)
         if geometry.forward_mode in self.decode_kernel_modes:
             return self.kernel.decode(
-                q,
-                *caches,
-                q_len_per_req=geometry.max_q_len,
-                max_seq_len=self.max_total_len,
-                packed_mask=metadata.packed_mask,
-                **call,
+                DecodeCall(
+                    q_len_per_req=geometry.max_q_len, packed_mask=metadata.packed_mask, **common
+                )
             )
         return self.kernel.context(
-            q,
-            *caches,
-            cu_seqlens_q=metadata.cu_seqlens_q,
-            cu_seqlens_k=metadata.cu_seqlens_k,
-            max_q_len=geometry.max_q_len,
-            max_kv_len=self.max_total_len,
-            batch_size=geometry.bs,
-            **call,
+            ContextCall(
+                cu_seqlens_q=metadata.cu_seqlens_q,
+                cu_seqlens_k=metadata.cu_seqlens_k,
+                max_q_len=geometry.max_q_len,
+                **common,
+            )
         )
 
     def _is_swa(self, layer: RadixAttention) -> bool:

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from harness.attention.metadata import Metadata
 from harness.attention.paged_backend import PagedBackend
 from harness.errors import ContractError, rejected
+from harness.kernels.interface import ContextCall, DecodeCall
 from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode
 from harness.upstream.memory_pool import MLATokenToKVPool
 from harness.upstream.radix_attention import RadixAttention
@@ -94,30 +95,30 @@ class TRTLLMMLABackend(PagedBackend):
         assert isinstance(pool, MLATokenToKVPool)
         # The value is a part of the cached key, so it carries the key's scale.
         k_scale, _ = self._kv_scales(layer)
-        cache = pool.get_key_buffer(layer.layer_id)
-        call: dict[str, Any] = {
+        common: dict[str, Any] = {
+            "caches": (pool.get_key_buffer(layer.layer_id),),
             "kv_lora_rank": pool.kv_lora_rank,
             "block_tables": metadata.page_table,
             "seq_lens": metadata.cache_seqlens_int32,
+            "max_seq_len": self.max_total_len,
             "bmm1_scale": k_scale * layer.scaling,
             "bmm2_scale": k_scale,
             "out_dtype": out_dtype,
         }
         if geometry.forward_mode.is_extend():
             return self.kernel.mla_context(
-                q,
-                cache,
-                cu_seqlens_q=metadata.cu_seqlens_q,
-                cu_seqlens_k=metadata.cu_seqlens_k,
-                max_q_len=geometry.max_q_len,
-                max_kv_len=self.max_total_len,
-                batch_size=geometry.bs,
-                **call,
+                ContextCall(
+                    q=q,
+                    cu_seqlens_q=metadata.cu_seqlens_q,
+                    cu_seqlens_k=metadata.cu_seqlens_k,
+                    max_q_len=geometry.max_q_len,
+                    **common,
+                )
             )
-        call |= {"q_len_per_req": geometry.max_q_len, "max_seq_len": self.max_total_len}
+        rows = q[metadata.pad_rows] if geometry.pads_queries else q
+        out = self.kernel.mla_decode(DecodeCall(q=rows, q_len_per_req=geometry.max_q_len, **common))
         if not geometry.pads_queries:
-            return self.kernel.mla_decode(q, cache, **call)
-        out = self.kernel.mla_decode(q[metadata.pad_rows], cache, **call)
+            return out
         return pad(out, (0, 0, 0, 0, 0, 1))[metadata.unpad_rows]
 
 

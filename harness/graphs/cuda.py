@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.errors import CaptureViolation, ContractError, UsageError, rejected
 from harness.graphs.cuda_nodes import kernel_names, node_counts
+from harness.graphs.graph import T
 from harness.graphs.host_syncs import (
     INTERNAL_FILES,
     Kwargs,
@@ -22,7 +23,6 @@ from harness.graphs.host_syncs import (
     tensors_in,
 )
 
-T = TypeVar("T")
 INTERNAL_FILES.add(__file__)
 
 

@@ -1,4 +1,4 @@
-"""Graphs of the draft model catching up with the verified tokens: v1, v2 and v2's slower peer."""
+"""Graphs of the draft model catching up with the verified tokens: v1, v2 and v2's baseline."""
 
 from __future__ import annotations
 
@@ -113,15 +113,15 @@ class DraftExtendRunner(GraphRunner[LogitsProcessorOutput, AttentionBackend]):
             return rejected("num_tokens_per_req", spec.num_tokens_per_req, self.num_tokens_per_req)
         return self.hidden_mismatch_reason(spec.hidden_states) or super().mismatch_reason(batch)
 
-    def mirrors(self, batch: ForwardBatch, extent: Extent) -> dict[str, Any]:
-        """As everywhere, and the accept lengths where the host knows them."""
-        mirrors = super().mirrors(batch, extent)
+    def padded_cpu_lens(self, batch: ForwardBatch, extent: Extent) -> dict[str, Any]:
+        """The base class's, and the accept lengths where the host knows them."""
+        changes = super().padded_cpu_lens(batch, extent)
         accepted = extend_input(batch).num_accept_tokens_cpu
         if accepted is not None:
             padded = accepted + [self.accept_pad] * (extent.bucket - extent.bs)
             static = extend_input(self._batches[extent.bucket])
-            mirrors["spec_info"] = replace(static, num_accept_tokens_cpu=padded)
-        return mirrors
+            changes["spec_info"] = replace(static, num_accept_tokens_cpu=padded)
+        return changes
 
     def finish(self, output: LogitsProcessorOutput, batch: ForwardBatch) -> LogitsProcessorOutput:
         """Softmax and top-k of the last accepted row of each request."""
@@ -149,7 +149,7 @@ class DraftExtendRunner(GraphRunner[LogitsProcessorOutput, AttentionBackend]):
         return copied
 
 
-class UnoptimizedDraftExtendRunner(DraftExtendRunner):
+class BaselineDraftExtendRunner(DraftExtendRunner):
     """v2 before it dropped its top-k: computed in the graph, copied out, used by nobody."""
 
     @property

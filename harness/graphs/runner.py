@@ -145,18 +145,18 @@ class GraphRunner(ABC, Generic[Output, Backend]):
         """Accepted tokens of a padded request, where a phase has them."""
         return 1
 
-    def mirrors(self, batch: ForwardBatch, extent: Extent) -> dict[str, Any]:
-        """The host's copies that a batch happens to carry, padded like the device's."""
+    def padded_cpu_lens(self, batch: ForwardBatch, extent: Extent) -> dict[str, Any]:
+        """seq_lens_cpu and the other host copies that a batch carries, padded like the device's."""
         missing = extent.bucket - extent.bs
-        mirrors: dict[str, Any] = {}
+        padded: dict[str, Any] = {}
         if batch.seq_lens_cpu is not None:
             tail = batch.seq_lens_cpu.new_full((missing,), self.seq_len_pad)
-            mirrors["seq_lens_cpu"] = torch.cat((batch.seq_lens_cpu, tail))
+            padded["seq_lens_cpu"] = torch.cat((batch.seq_lens_cpu, tail))
         if batch.seq_lens_sum is not None:
-            mirrors["seq_lens_sum"] = batch.seq_lens_sum + missing * self.seq_len_pad
+            padded["seq_lens_sum"] = batch.seq_lens_sum + missing * self.seq_len_pad
         if batch.extend_seq_lens_cpu is not None:
-            mirrors["extend_seq_lens_cpu"] = batch.extend_seq_lens_cpu + [self.accept_pad] * missing
-        return mirrors
+            padded["extend_seq_lens_cpu"] = batch.extend_seq_lens_cpu + [self.accept_pad] * missing
+        return padded
 
     def hidden_field(
         self,
@@ -252,8 +252,8 @@ class GraphRunner(ABC, Generic[Output, Backend]):
         extent = self._extent(batch)
         if extent.bucket not in self.graphs:
             raise ContractError("a runner replays after its capture")
-        self.inputs.copy(batch, extent, late=False)
-        planned = self._batches[extent.bucket].with_changes(**self.mirrors(batch, extent))
+        self.inputs.copy(batch, extent, filled_after_draft=False)
+        planned = self._batches[extent.bucket].with_changes(**self.padded_cpu_lens(batch, extent))
         self.attn_backend.init_forward_metadata_out_graph(planned)
         self._prepared = extent
 
@@ -263,7 +263,7 @@ class GraphRunner(ABC, Generic[Output, Backend]):
         if self._prepared != extent:
             raise ContractError(f"run follows prepare of its batch; prepared: {self._prepared}")
         self._prepared = None
-        self.inputs.copy(batch, extent, late=True)
+        self.inputs.copy(batch, extent, filled_after_draft=True)
         self.graphs[extent.bucket].replay()
         return self.trim(self.captured_outputs[extent.bucket], extent)
 

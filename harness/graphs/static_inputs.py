@@ -42,7 +42,7 @@ class Field:
     rows: Rows = Rows.REQUEST
     steps: int = 1
     width: tuple[int, ...] = ()
-    late: bool = False
+    filled_after_draft: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,10 +134,10 @@ class StaticInputs:
         """A bucket's part of each buffer: [steps, rows, *width]."""
         return {name: buffer.window(extent) for name, buffer in self.by_name.items()}
 
-    def copy(self, batch: ForwardBatch, extent: Extent, *, late: bool) -> None:
+    def copy(self, batch: ForwardBatch, extent: Extent, *, filled_after_draft: bool) -> None:
         """Pour in the batch's early or late tensors, each buffer padded first."""
         for buffer in self.by_name.values():
-            if buffer.field.late is late:
+            if buffer.field.filled_after_draft is filled_after_draft:
                 buffer.copy(batch, extent)
 
     def changed(self) -> list[str]:

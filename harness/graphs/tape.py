@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from harness.errors import CaptureViolation, ContractError
 from harness.graphs.effects import AddressLedger
+from harness.graphs.graph import T
 from harness.graphs.host_syncs import (
     INTERNAL_FILES,
     HostSyncCalls,
     Kwargs,
+    aten,
     caller_line,
     dispatched_read,
     storage_key,
     tensors_in,
 )
 
-T = TypeVar("T")
 TapeStep = tuple[Any, tuple[Any, ...], dict[str, Any], tuple[torch.Tensor | None, ...]]
-aten = torch.ops.aten
 INTERNAL_FILES.add(__file__)
-EMPTY = frozenset(
+ALLOCATIONS = frozenset(
     {
         aten.empty.memory_format,
         aten.empty_strided.default,
@@ -92,7 +92,7 @@ class Tape:
             raise ContractError(f"memory moved or freed since capture: {'; '.join(moved)}")
         # An observer sees the recorded operations and nothing of the emulation around them.
         observed = torch._C._len_torch_dispatch_stack() > 0
-        settle = _settle_unseen if observed else _settle
+        copy_results = _copy_results_unseen if observed else _copy_results
         with torch.no_grad():
             with _disable_current_modes() if observed else nullcontext():
                 for tensor in self._uninitialised:
@@ -100,7 +100,7 @@ class Tape:
             for func, args, kwargs, kept in self._steps:
                 result = func(*args, **kwargs)
                 if kept:
-                    settle(kept, result)
+                    copy_results(kept, result)
 
 
 class _Recorder(TorchDispatchMode):
@@ -130,7 +130,7 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         results = list(tensors_in(result))
         self._seen.update((id(tensor), tensor) for tensor in results)
-        if func in EMPTY:
+        if func in ALLOCATIONS:
             self.uninitialised += [_poison(tensor.detach()) for tensor in results]
             return result
         owned = {storage_key(tensor) for tensor in given}
@@ -153,7 +153,7 @@ def _refuse(operation: str) -> None:
     raise CaptureViolation(f"{operation} cannot be recorded; asked at {caller_line()}")
 
 
-def _settle(kept: tuple[torch.Tensor | None, ...], result: Any) -> None:
+def _copy_results(kept: tuple[torch.Tensor | None, ...], result: Any) -> None:
     if isinstance(result, torch.Tensor):
         aten.copy_.default(kept[0], result)
         return
@@ -162,9 +162,9 @@ def _settle(kept: tuple[torch.Tensor | None, ...], result: Any) -> None:
             aten.copy_.default(target, fresh)
 
 
-def _settle_unseen(kept: tuple[torch.Tensor | None, ...], result: Any) -> None:
+def _copy_results_unseen(kept: tuple[torch.Tensor | None, ...], result: Any) -> None:
     with _disable_current_modes():
-        _settle(kept, result)
+        _copy_results(kept, result)
 
 
 def _frozen(value: Any) -> Any:

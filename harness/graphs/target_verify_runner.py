@@ -40,7 +40,13 @@ class TargetVerifyRunner(GraphRunner[LogitsProcessorOutput, AttentionBackend]):
             Field(name="seq_lens", read=lambda b: b.seq_lens, pad=self.seq_len_pad),
             Field(name="positions", read=lambda b: b.positions, pad=0, rows=Rows.TOKEN),
             Field(name="out_cache_loc", read=lambda b: b.out_cache_loc, pad=0, rows=Rows.TOKEN),
-            Field(name="input_ids", read=lambda b: b.input_ids, pad=0, rows=Rows.TOKEN, late=True),
+            Field(
+                name="input_ids",
+                read=lambda b: b.input_ids,
+                pad=0,
+                rows=Rows.TOKEN,
+                filled_after_draft=True,
+            ),
         )
 
     def adopt_backend_buffers(self) -> None:
@@ -53,7 +59,7 @@ class TargetVerifyRunner(GraphRunner[LogitsProcessorOutput, AttentionBackend]):
                 pad=True,
                 dtype=mask.dtype,
                 rows=Rows.ANY,
-                late=True,
+                filled_after_draft=True,
             )
             self.inputs.adopt(field, mask)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Unpack
-
 import torch
 
 from harness.core.capability import XQA
-from harness.kernels.checked import CheckedKernel, Uniform, finished
+from harness.kernels.checked import CheckedKernel, scale_and_cast
 from harness.kernels.flashinfer_prefill import PagedPrefill
+from harness.kernels.interface import DecodeCall
 from harness.kernels.packages import cuda_device, load
 from harness.kernels.shape_checks import FP8
 from harness.kernels.workspace import workspace
@@ -33,32 +32,22 @@ class FlashInferXQA(CheckedKernel):
         context = PagedPrefill(self._device)
         super().__init__(XQA, {"decode": self._decode, "context": context})
 
-    def _decode(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        *,
-        window_left: int,
-        sinks: torch.Tensor | None,
-        packed_mask: torch.Tensor | None,
-        **call: Unpack[Uniform],
-    ) -> torch.Tensor:
+    def _decode(self, call: DecodeCall) -> torch.Tensor:
         # The kernel scales values of an FP8 cache alone, but always divides by their scale.
-        scale = call["bmm2_scale"] if k_cache.dtype == FP8 else 1.0
+        scale = call.bmm2_scale if call.caches[0].dtype == FP8 else 1.0
         out: torch.Tensor = self._decoding.xqa_batch_decode_with_kv_cache(
-            q,
-            (k_cache, v_cache),
+            call.q,
+            call.caches,
             self._workspace.buffer,
-            call["block_tables"],
-            call["seq_lens"],
-            call["max_seq_len"],
-            bmm1_scale=float(call["bmm1_scale"]),
+            call.block_tables,
+            call.seq_lens,
+            call.max_seq_len,
+            bmm1_scale=float(call.bmm1_scale),
             bmm2_scale=float(scale),
-            window_left=window_left,
-            sinks=sinks,
+            window_left=call.window_left,
+            sinks=call.sinks,
             kv_layout="NHD",
-            q_len_per_req=call["q_len_per_req"],
-            mask=packed_mask,
+            q_len_per_req=call.q_len_per_req,
+            mask=call.packed_mask,
         )
-        return finished(out.view(q.shape), call["bmm2_scale"] / scale, call["out_dtype"])
+        return scale_and_cast(out.view(call.q.shape), call.bmm2_scale / scale, call.out_dtype)

@@ -1,7 +1,8 @@
-"""What every kernel family offers: tensors in, tensors out."""
+"""The interface of every kernel family, and the two calls it serves: tensors in, tensors out."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -9,28 +10,98 @@ import torch
 from harness.core.capability import Capability
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """What decode and context calls have in common: paged attention of bs requests.
+
+    The softmax argument is ``bmm1_scale * q @ k``; the result is multiplied by ``bmm2_scale``.
+
+    Args:
+        q: [T, heads, head_dim] packed query tokens, request after request, contiguous.
+        caches: (keys, values), [pages, page_size, kv_heads, head_dim] each, or MLA's (latent,),
+            [pages, page_size, kv_lora_rank + qk_rope_head_dim].
+        kv_lora_rank: leading columns of the latent that are the value; 0 for MHA.
+        block_tables: [bs, width] int32, page ids.
+        seq_lens: [bs] int32, keys per request in this call.
+        max_seq_len: bound of ``seq_lens``, known to the host.
+        bmm1_scale: see above.
+        bmm2_scale: see above.
+        out_dtype: of the result.
+        window_left: keys seen to the left besides the query's own, -1 for all; MHA only.
+        sinks: [heads] float32, attention sinks; MHA only.
+    """
+
+    q: torch.Tensor
+    caches: tuple[torch.Tensor, ...]
+    kv_lora_rank: int = 0
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    max_seq_len: int
+    bmm1_scale: float
+    bmm2_scale: float
+    out_dtype: torch.dtype
+    window_left: int = -1
+    sinks: torch.Tensor | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Requests, padding included."""
+        return self.block_tables.shape[0]
+
+    @property
+    def value_dim(self) -> int:
+        """Size of a value, and of a row of the result."""
+        return self.kv_lora_rank or self.caches[-1].shape[-1]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no query to answer."""
+        return not self.q.shape[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeCall(AttentionCall):
+    """The same number of queries for each request; T = bs * q_len_per_req.
+
+    Query j of a request sees its first ``seq_lens - q_len_per_req + j + 1`` keys.
+
+    Args:
+        q_len_per_req: query tokens per request.
+        packed_mask: [bs, q_len_per_req, 2 * ceil(q_len_per_req / 32)] uint16, bit j of row i set
+            where query i sees the request's query token j; for kernels that need it. MHA only.
+    """
+
+    q_len_per_req: int
+    packed_mask: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextCall(AttentionCall):
+    """Ragged queries, aligned to the end of each request's keys.
+
+    Rows of the result after ``cu_seqlens_q[-1]`` are zero.
+
+    Args:
+        cu_seqlens_q: [bs + 1] int32, where each request's queries begin and end.
+        cu_seqlens_k: [bs + 1] int32, likewise for its keys.
+        max_q_len: bound of the query tokens per request, known to the host.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_q_len: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no query to answer."""
+        return not (self.q.shape[0] and self.batch_size and self.max_q_len)
+
+
 class Kernel(Protocol):
     """Paged attention over a KV cache.
 
-    Shapes, with bs requests, T packed query tokens and P cache pages:
-
-    * ``q`` [T, heads, head_dim], packed request after request, contiguous. Decode calls have
-      T = bs * q_len_per_req, and query j of a request sees ``seq_lens - q_len_per_req + j + 1``
-      keys.
-      Context calls have ragged requests cut by ``cu_seqlens_q``, aligned to the end of the keys.
-    * ``k_cache``, ``v_cache`` [P, page_size, kv_heads, head_dim]; MLA: ``kv_cache``
-      [P, page_size, kv_lora_rank + qk_rope_head_dim], whose first kv_lora_rank columns are the
-      value.
-    * ``block_tables`` [bs, width] int32, ``seq_lens`` [bs] int32 (keys a request in this call),
-      ``cu_seqlens_q`` and ``cu_seqlens_k`` [bs + 1] int32.
-    * ``packed_mask`` [bs, q_len_per_req, 2 * ceil(q_len_per_req / 32)] uint16, bit j of row i set
-      where query i sees the request's query token j; for kernels that need it.
-    * ``sinks`` [heads] float32. ``window_left`` -1 for none.
-
-    The softmax argument is ``bmm1_scale * q @ k``; the result is multiplied by ``bmm2_scale``.
-    Every call returns [T, heads, value dim] in ``out_dtype``; rows of a context call behind
-    ``cu_seqlens_q[-1]`` are zero. On CUDA a call can be captured in a graph once it has run with
-    the same shapes and numbers, and then follows the tensors' values.
+    Every call returns [T, heads, value dim] in ``out_dtype``. On CUDA a call can be captured in a
+    graph once it has run with the same shapes and numbers, and then follows the tensors' values.
 
     Raises:
         KernelRefusal: from any call, for an argument the kernel does not accept; before launch.
@@ -41,81 +112,18 @@ class Kernel(Protocol):
         """What this kernel accepts."""
         ...
 
-    def decode(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        *,
-        block_tables: torch.Tensor,
-        seq_lens: torch.Tensor,
-        q_len_per_req: int,
-        max_seq_len: int,
-        bmm1_scale: float,
-        bmm2_scale: float,
-        out_dtype: torch.dtype,
-        window_left: int = -1,
-        sinks: torch.Tensor | None = None,
-        packed_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """MHA: q_len_per_req queries a request."""
+    def decode(self, call: DecodeCall) -> torch.Tensor:
+        """MHA with the same number of queries for each request."""
         ...
 
-    def context(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        *,
-        block_tables: torch.Tensor,
-        seq_lens: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
-        max_q_len: int,
-        max_kv_len: int,
-        batch_size: int,
-        bmm1_scale: float,
-        bmm2_scale: float,
-        out_dtype: torch.dtype,
-        window_left: int = -1,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """MHA: ragged queries."""
+    def context(self, call: ContextCall) -> torch.Tensor:
+        """MHA with ragged queries."""
         ...
 
-    def mla_decode(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        *,
-        kv_lora_rank: int,
-        block_tables: torch.Tensor,
-        seq_lens: torch.Tensor,
-        q_len_per_req: int,
-        max_seq_len: int,
-        bmm1_scale: float,
-        bmm2_scale: float,
-        out_dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """Absorbed MLA: q_len_per_req queries a request."""
+    def mla_decode(self, call: DecodeCall) -> torch.Tensor:
+        """Absorbed MLA with the same number of queries for each request."""
         ...
 
-    def mla_context(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        *,
-        kv_lora_rank: int,
-        block_tables: torch.Tensor,
-        seq_lens: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
-        max_q_len: int,
-        max_kv_len: int,
-        batch_size: int,
-        bmm1_scale: float,
-        bmm2_scale: float,
-        out_dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """Absorbed MLA: ragged queries."""
+    def mla_context(self, call: ContextCall) -> torch.Tensor:
+        """Absorbed MLA with ragged queries."""
         ...

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import torch
+
 from harness.core.capability import Capability
 from harness.kernels import torch_ops
 from harness.kernels.checked import CheckedKernel
+from harness.kernels.interface import ContextCall, DecodeCall
 
-FUNCTIONS = {
-    "decode": torch_ops.paged_decode,
-    "context": torch_ops.paged_context,
-    "mla_decode": torch_ops.mla_decode,
-    "mla_context": torch_ops.mla_context,
-}
+
+def decode(call: DecodeCall) -> torch.Tensor:
+    """Launch a checked decode call of either family."""
+    return torch_ops.paged_decode(**vars(call))
+
+
+def context(call: ContextCall) -> torch.Tensor:
+    """Launch a checked context call of either family."""
+    return torch_ops.paged_context(**vars(call))
+
+
+FUNCTIONS = {"decode": decode, "context": context, "mla_decode": decode, "mla_context": context}
 
 
 class TorchPaged(CheckedKernel):
-    """A ``Provider`` in plain PyTorch: float32 inside, rounded once to the output dtype.
+    """A ``Kernel`` in plain PyTorch: float32 inside, rounded once to the output dtype.
 
-    Beside what every provider refuses before launch, every index tensor is checked at each launch,
+    Besides what every kernel refuses before launch, every index tensor is checked at each launch,
     also at each replay of a recorded one.
     """
 

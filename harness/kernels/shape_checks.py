@@ -1,4 +1,4 @@
-"""What a strict kernel refuses before launch, from shapes and dtypes; values are checked in it."""
+"""Rules of a kernel call on shapes and dtypes, checked before launch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from harness.core.capability import Capability
 from harness.core.case import Dtype, Family, KVDtype
 from harness.errors import KernelRefusal, rejected
+from harness.kernels.interface import AttentionCall, ContextCall, DecodeCall
 
 FP8 = torch.float8_e4m3fn
 ShapeCheck = tuple[bool, str, object, object]
@@ -34,16 +35,16 @@ def mask_words(q_len: int) -> int:
 
 
 def query_and_cache(
-    capability: Capability, family: Family, q: torch.Tensor, caches: tuple[torch.Tensor, ...]
+    capability: Capability, family: Family, call: AttentionCall
 ) -> Iterator[ShapeCheck]:
-    """Rules of the query and the cache; ``caches`` is (keys, values) or (latent,)."""
-    name, keys = capability.name, caches[0]
+    """Rules of the query and the cache."""
+    name, q, keys = capability.name, call.q, call.caches[0]
     yield family in capability.families, "family", family.value, sorted(capability.families)
     yield q.dim() == 3, "q.dim", q.dim(), "3: tokens, heads, head_dim"
     yield q.is_contiguous(), "q.stride", q.stride(), "a contiguous query"
     dim = 4 if family is Family.MHA else 3
     yield keys.dim() == dim, "cache.dim", keys.dim(), dim
-    for cache in caches:
+    for cache in call.caches:
         yield cache.is_contiguous(), "cache.stride", cache.stride(), "a contiguous cache"
         yield cache.dtype == keys.dtype, "v_cache.dtype", cache.dtype, keys.dtype
         yield (
@@ -81,26 +82,24 @@ def _dtypes(capability: Capability, query: torch.dtype, cache: torch.dtype) -> I
         yield cache == query, "k_cache.dtype", cache, f"{query}, the query's, or {FP8}"
 
 
-def latent(
-    capability: Capability, kv_cache: torch.Tensor, kv_lora_rank: int
-) -> Iterator[ShapeCheck]:
-    """Rules of the latent cache's columns."""
-    columns, dims = kv_cache.shape[-1], capability.mla_dims
-    yield 1 <= kv_lora_rank <= columns, "kv_lora_rank", kv_lora_rank, f"1 … {columns}, the cache's"
-    parts = (kv_lora_rank, columns - kv_lora_rank)
+def latent(capability: Capability, call: AttentionCall) -> Iterator[ShapeCheck]:
+    """Rules of absorbed MLA: the latent cache's columns, and what only MHA has."""
+    rank, columns, dims = call.kv_lora_rank, call.caches[0].shape[-1], capability.mla_dims
+    yield 1 <= rank <= columns, "kv_lora_rank", rank, f"1 … {columns}, the cache's"
+    parts = (rank, columns - rank)
     accepted = f"{sorted(dims)} on {capability.name}"
     yield not dims or parts in dims, "kv_lora_rank, qk_rope_head_dim", parts, accepted
+    yield call.window_left == -1, "window_left", call.window_left, "-1 for MLA"
+    yield call.sinks is None, "sinks", "a tensor", "None for MLA"
 
 
-def tables(
-    capability: Capability, cache: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor
-) -> Iterator[ShapeCheck]:
+def tables(capability: Capability, call: AttentionCall) -> Iterator[ShapeCheck]:
     """Rules of the block table and the lengths."""
-    yield from _int32("block_tables", block_tables, 2)
-    yield from _int32("seq_lens", seq_lens, 1)
-    (rows, width), lengths = block_tables.shape, seq_lens.shape[0]
+    yield from _int32("block_tables", call.block_tables, 2)
+    yield from _int32("seq_lens", call.seq_lens, 1)
+    (rows, width), lengths = call.block_tables.shape, call.seq_lens.shape[0]
     yield lengths == rows, "seq_lens rows", lengths, f"{rows}, the rows of block_tables"
-    step = max(1, capability.block_table_multiple // cache.shape[1])
+    step = max(1, capability.block_table_multiple // call.caches[0].shape[1])
     yield width > 0 and width % step == 0, "block_tables width", width, f"a multiple of {step}"
 
 
@@ -110,67 +109,56 @@ def _int32(name: str, tensor: torch.Tensor, dim: int) -> Iterator[ShapeCheck]:
     yield tensor.is_contiguous(), f"{name}.stride", tensor.stride(), "contiguous"
 
 
-def uniform(
-    capability: Capability, q: torch.Tensor, block_tables: torch.Tensor, q_len: int
-) -> Iterator[ShapeCheck]:
-    """Rules of a decode call: q_len queries in each of the rows."""
-    limit, rows = capability.max_q_len, block_tables.shape[0]
+def uniform(capability: Capability, call: DecodeCall) -> Iterator[ShapeCheck]:
+    """Rules of a decode call's query rows."""
+    limit, rows, q_len = capability.max_q_len, call.batch_size, call.q_len_per_req
     yield 1 <= q_len <= limit, "q_len_per_req", q_len, f"1 … {limit} on {capability.name}"
     accepted = f"{rows * q_len} = {rows} rows of block_tables x {q_len}"
-    yield q.shape[0] == rows * q_len, "q rows", q.shape[0], accepted
+    yield call.q.shape[0] == rows * q_len, "q rows", call.q.shape[0], accepted
 
 
-def packed_mask(
-    capability: Capability, mask: torch.Tensor | None, block_tables: torch.Tensor, q_len: int
-) -> Iterator[ShapeCheck]:
+def packed_mask(capability: Capability, call: DecodeCall) -> Iterator[ShapeCheck]:
     """Rules of the packed causal mask of a decode call."""
+    mask, q_len = call.packed_mask, call.q_len_per_req
     if mask is None:
         optional = q_len == 1 or not capability.needs_packed_mask
         accepted = f"a mask on {capability.name} where q_len_per_req = {q_len}"
         yield optional, "packed_mask", None, accepted
         return
-    shape = (block_tables.shape[0], q_len, mask_words(q_len))
+    shape = (call.batch_size, q_len, mask_words(q_len))
     yield mask.dtype == torch.uint16, "packed_mask.dtype", mask.dtype, torch.uint16
     yield tuple(mask.shape) == shape, "packed_mask.shape", tuple(mask.shape), shape
     yield mask.is_contiguous(), "packed_mask.stride", mask.stride(), "contiguous"
 
 
-def ragged(
-    block_tables: torch.Tensor,
-    batch_size: int,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-) -> Iterator[ShapeCheck]:
-    """Rules of a context call."""
-    rows = block_tables.shape[0]
-    yield batch_size == rows, "batch_size", batch_size, f"{rows}, the rows of block_tables"
-    for name, cumulative in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+def ragged(call: ContextCall) -> Iterator[ShapeCheck]:
+    """Rules of a context call's cumulative lengths."""
+    rows = call.batch_size
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        cumulative: torch.Tensor = getattr(call, name)
         yield from _int32(name, cumulative, 1)
         count = cumulative.shape[0]
         yield count == rows + 1, f"{name} length", count, f"{rows + 1} = batch_size + 1"
 
 
-def output(capability: Capability, out_dtype: torch.dtype) -> Iterator[ShapeCheck]:
+def output(capability: Capability, call: AttentionCall) -> Iterator[ShapeCheck]:
     """Rules of the output."""
     served = _served(capability)
-    yield out_dtype in served, "out_dtype", out_dtype, f"{served} on {capability.name}"
+    yield call.out_dtype in served, "out_dtype", call.out_dtype, f"{served} on {capability.name}"
 
 
 def window_and_sinks(
-    capability: Capability,
-    q: torch.Tensor,
-    window_left: int,
-    sinks: torch.Tensor | None,
-    q_len: int = 1,
+    capability: Capability, call: AttentionCall, q_len: int = 1
 ) -> Iterator[ShapeCheck]:
     """Rules of the sliding window and the attention sinks; ``q_len`` is of a decode call."""
     name, longest = capability.name, capability.max_window_q_len
+    window_left, sinks = call.window_left, call.sinks
     yield window_left >= -1, "window_left", window_left, "-1 for none, or 0 and more"
     yield window_left < 0 or capability.window, "window_left", window_left, f"-1 on {name}"
     accepted = f"-1 on {name} where q_len_per_req > {longest}"
     yield window_left < 0 or q_len <= longest, "window_left", window_left, accepted
     if sinks is not None:
-        heads = (q.shape[1],)
+        heads = (call.q.shape[1],)
         yield capability.sinks, "sinks", tuple(sinks.shape), f"None on {name}"
         yield sinks.dtype == torch.float32, "sinks.dtype", sinks.dtype, torch.float32
         yield tuple(sinks.shape) == heads, "sinks.shape", tuple(sinks.shape), heads

@@ -1,11 +1,12 @@
-"""The four kernels as opaque operations ``specgate::…``: one dispatched call each.
+"""The two reference calls as opaque operations ``specgate::…``: one dispatched call each.
 
-Registered by hand, because ``custom_op`` imports the compiler: a second at every start.
+Arguments are the fields of ``DecodeCall`` and ``ContextCall``. The operations are registered by
+hand, because ``custom_op`` imports the compiler: a second at every start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,38 +15,36 @@ from harness.kernels.torch_attention import Softmax, attend
 from harness.kernels.value_checks import check_cumulative, check_lengths
 
 NAMESPACE = "specgate"
-Kernel = Callable[..., torch.Tensor]
+OpaqueFunction = Callable[..., torch.Tensor]
 
 
-def _opaque(value_dim: Callable[..., int]) -> Callable[[Kernel], Kernel]:
-    """Register a function as ``specgate::<its name>``, with a shape function beside it.
+def _opaque(function: OpaqueFunction) -> OpaqueFunction:
+    """Register a function as ``specgate::<its name>``, with a shape function beside it."""
+    name = f"{NAMESPACE}::{function.__name__}"
+    schema = torch.library.infer_schema(function, mutates_args=())
+    torch.library.define(name, schema)
+    torch.library.impl(name, "CompositeExplicitAutograd")(function)
+    torch.library.register_fake(name)(_result)
+    registered: OpaqueFunction = getattr(getattr(torch.ops, NAMESPACE), function.__name__).default
+    return registered
 
-    Args:
-        value_dim: value size of a head, from the positional arguments behind the query.
-    """
 
-    def register(kernel: Kernel) -> Kernel:
-        name = f"{NAMESPACE}::{kernel.__name__}"
-        schema = torch.library.infer_schema(kernel, mutates_args=())
-        torch.library.define(name, schema)
-        torch.library.impl(name, "CompositeExplicitAutograd")(kernel)
-
-        def shape(
-            q: torch.Tensor, *args: object, out_dtype: torch.dtype, **_: object
-        ) -> torch.Tensor:
-            return q.new_empty(*q.shape[:2], value_dim(*args), dtype=out_dtype)
-
-        torch.library.register_fake(name)(shape)
-        registered: Kernel = getattr(getattr(torch.ops, NAMESPACE), kernel.__name__).default
-        return registered
-
-    return register
+def _result(
+    *,
+    q: torch.Tensor,
+    caches: Sequence[torch.Tensor],
+    kv_lora_rank: int,
+    out_dtype: torch.dtype,
+    **_: object,
+) -> torch.Tensor:
+    value_dim = kv_lora_rank or caches[-1].shape[-1]
+    return q.new_empty(*q.shape[:2], value_dim, dtype=out_dtype)
 
 
 def _decode(
-    kernel: str, q: torch.Tensor, paged: PagedKeys, q_len: int, softmax: Softmax
+    operation: str, q: torch.Tensor, paged: PagedKeys, q_len: int, softmax: Softmax
 ) -> torch.Tensor:
-    check_lengths(kernel, paged, torch.full_like(paged.seq_lens, q_len))
+    check_lengths(operation, paged, torch.full_like(paged.seq_lens, q_len))
     keys, values = paged.gather()
     position = paged.seq_lens[:, None] - q_len + torch.arange(q_len, device=q.device)
     rows = q.unflatten(0, (paged.seq_lens.shape[0], q_len)).float()
@@ -53,7 +52,7 @@ def _decode(
 
 
 def _context(
-    kernel: str,
+    operation: str,
     q: torch.Tensor,
     paged: PagedKeys,
     cu_q: torch.Tensor,
@@ -62,9 +61,9 @@ def _context(
     softmax: Softmax,
 ) -> torch.Tensor:
     tokens, bs = q.shape[0], paged.seq_lens.shape[0]
-    check_cumulative(kernel, cu_q, cu_k, paged.seq_lens, tokens=tokens, max_q_len=max_q_len)
+    check_cumulative(operation, cu_q, cu_k, paged.seq_lens, tokens=tokens, max_q_len=max_q_len)
     q_lens = cu_q.diff()
-    check_lengths(kernel, paged, q_lens)
+    check_lengths(operation, paged, q_lens)
     longest = max_q_len
     if is_readable(q_lens):
         longest = int(q_lens.max()) if bs else 0
@@ -81,92 +80,49 @@ def _context(
     return picked.masked_fill((token >= cu_q[-1])[:, None, None], 0)
 
 
-@_opaque(lambda k_cache, v_cache, *_: v_cache.shape[-1])
+@_opaque
 def paged_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
     *,
+    q: torch.Tensor,
+    caches: Sequence[torch.Tensor],
+    kv_lora_rank: int,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
-    q_len_per_req: int,
     max_seq_len: int,
     bmm1_scale: float,
     bmm2_scale: float,
     out_dtype: torch.dtype,
     window_left: int,
     sinks: torch.Tensor | None,
+    q_len_per_req: int,
     packed_mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See ``Provider.decode``."""
-    paged = PagedKeys((k_cache, v_cache), block_tables, seq_lens, max_seq_len)
+    """See ``DecodeCall``."""
+    paged = PagedKeys(tuple(caches), block_tables, seq_lens, max_seq_len, kv_lora_rank)
     softmax = Softmax(bmm1_scale, window_left, sinks, packed_mask)
     return (_decode("paged_decode", q, paged, q_len_per_req, softmax) * bmm2_scale).to(out_dtype)
 
 
-@_opaque(lambda k_cache, v_cache, *_: v_cache.shape[-1])
+@_opaque
 def paged_context(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
     *,
+    q: torch.Tensor,
+    caches: Sequence[torch.Tensor],
+    kv_lora_rank: int,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_q_len: int,
-    max_kv_len: int,
+    max_seq_len: int,
     bmm1_scale: float,
     bmm2_scale: float,
     out_dtype: torch.dtype,
     window_left: int,
     sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """See ``Provider.context``."""
-    paged = PagedKeys((k_cache, v_cache), block_tables, seq_lens, max_kv_len)
-    softmax = Softmax(bmm1_scale, window_left, sinks)
-    result = _context("paged_context", q, paged, cu_seqlens_q, cu_seqlens_k, max_q_len, softmax)
-    return (result * bmm2_scale).to(out_dtype)
-
-
-@_opaque(lambda kv_cache, kv_lora_rank, *_: kv_lora_rank)
-def mla_decode(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    kv_lora_rank: int,
-    *,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    q_len_per_req: int,
-    max_seq_len: int,
-    bmm1_scale: float,
-    bmm2_scale: float,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """See ``Provider.mla_decode``."""
-    paged = PagedKeys((kv_cache,), block_tables, seq_lens, max_seq_len, kv_lora_rank)
-    result = _decode("mla_decode", q, paged, q_len_per_req, Softmax(bmm1_scale))
-    return (result * bmm2_scale).to(out_dtype)
-
-
-@_opaque(lambda kv_cache, kv_lora_rank, *_: kv_lora_rank)
-def mla_context(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    kv_lora_rank: int,
-    *,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     max_q_len: int,
-    max_kv_len: int,
-    bmm1_scale: float,
-    bmm2_scale: float,
-    out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """See ``Provider.mla_context``."""
-    paged = PagedKeys((kv_cache,), block_tables, seq_lens, max_kv_len, kv_lora_rank)
-    softmax = Softmax(bmm1_scale)
-    result = _context("mla_context", q, paged, cu_seqlens_q, cu_seqlens_k, max_q_len, softmax)
+    """See ``ContextCall``."""
+    paged = PagedKeys(tuple(caches), block_tables, seq_lens, max_seq_len, kv_lora_rank)
+    softmax = Softmax(bmm1_scale, window_left, sinks)
+    result = _context("paged_context", q, paged, cu_seqlens_q, cu_seqlens_k, max_q_len, softmax)
     return (result * bmm2_scale).to(out_dtype)

@@ -7,18 +7,18 @@ run: no such GPU was at hand.
 from __future__ import annotations
 
 from functools import partial
-from typing import Unpack
 
 import torch
 
 from harness.core.capability import TRTLLM_GEN_MHA, TRTLLM_GEN_MLA
 from harness.core.case import Family
-from harness.kernels.checked import CheckedKernel, KernelFunction, Ragged, Uniform
+from harness.kernels.checked import CheckedKernel, KernelFunction
+from harness.kernels.interface import ContextCall, DecodeCall
 from harness.kernels.packages import cuda_device, load
-from harness.kernels.ragged import mla_context_by_decode, zero_behind
+from harness.kernels.ragged import context_by_decode, zero_padding
 from harness.kernels.workspace import workspace
 
-CAPABILITIES = {Family.MHA: TRTLLM_GEN_MHA, Family.MLA: TRTLLM_GEN_MLA}
+CAPABILITY_OF = {Family.MHA: TRTLLM_GEN_MHA, Family.MLA: TRTLLM_GEN_MLA}
 QK_NOPE_HEAD_DIMS = {512: 128, 256: 64}
 """kv_lora_rank -> the head size before absorption, which the MLA entry still asks for."""
 
@@ -38,15 +38,13 @@ class TRTLLMGen(CheckedKernel):
     """
 
     def __init__(self, family: Family, device: torch.device | str) -> None:
-        capability = CAPABILITIES[family]
+        capability = CAPABILITY_OF[family]
         place = cuda_device(device, capability)
         self._decoding = load("flashinfer.decode", capability.name)
         self._prefill = load("flashinfer.prefill", capability.name)
         self._mla = load("flashinfer.mla", capability.name)
         self._workspace = workspace(capability.name, place)
-        ragged: KernelFunction = partial(
-            mla_context_by_decode, self._mla_decode, capability.max_q_len
-        )
+        ragged: KernelFunction = partial(context_by_decode, self._mla_decode, capability.max_q_len)
         super().__init__(
             capability,
             {
@@ -57,81 +55,61 @@ class TRTLLMGen(CheckedKernel):
             },
         )
 
-    def _decode(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        *,
-        window_left: int,
-        sinks: torch.Tensor | None,
-        packed_mask: torch.Tensor | None,
-        **call: Unpack[Uniform],
-    ) -> torch.Tensor:
+    def _decode(self, call: DecodeCall) -> torch.Tensor:
         out: torch.Tensor = self._decoding.trtllm_batch_decode_with_kv_cache(
-            q,
-            (k_cache, v_cache),
+            call.q,
+            call.caches,
             self._workspace.buffer,
-            call["block_tables"],
-            call["seq_lens"],
-            call["max_seq_len"],
-            bmm1_scale=call["bmm1_scale"],
-            bmm2_scale=call["bmm2_scale"],
-            window_left=window_left,
-            out_dtype=call["out_dtype"],
-            sinks=sinks,
+            call.block_tables,
+            call.seq_lens,
+            call.max_seq_len,
+            bmm1_scale=call.bmm1_scale,
+            bmm2_scale=call.bmm2_scale,
+            window_left=call.window_left,
+            out_dtype=call.out_dtype,
+            sinks=call.sinks,
             kv_layout="NHD",
             backend="trtllm-gen",
-            q_len_per_req=call["q_len_per_req"],
-            mask=packed_mask,
+            q_len_per_req=call.q_len_per_req,
+            mask=call.packed_mask,
         )
         return out
 
-    def _context(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        *,
-        window_left: int,
-        sinks: torch.Tensor | None,
-        **call: Unpack[Ragged],
-    ) -> torch.Tensor:
+    def _context(self, call: ContextCall) -> torch.Tensor:
         out = self._prefill.trtllm_batch_context_with_kv_cache(
-            q,
-            (k_cache, v_cache),
+            call.q,
+            call.caches,
             self._workspace.scratch,
-            call["block_tables"],
-            call["seq_lens"],
-            call["max_q_len"],
-            call["max_kv_len"],
-            call["bmm1_scale"],
-            call["bmm2_scale"],
-            call["block_tables"].shape[0],
-            call["cu_seqlens_q"],
-            call["cu_seqlens_k"],
-            window_left=window_left,
-            out_dtype=call["out_dtype"],
+            call.block_tables,
+            call.seq_lens,
+            call.max_q_len,
+            call.max_seq_len,
+            call.bmm1_scale,
+            call.bmm2_scale,
+            call.batch_size,
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            window_left=call.window_left,
+            out_dtype=call.out_dtype,
             kv_layout="NHD",
-            sinks=sinks,
+            sinks=call.sinks,
         )
-        return zero_behind(out, call["cu_seqlens_q"])
+        return zero_padding(out, call.cu_seqlens_q)
 
-    def _mla_decode(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, kv_lora_rank: int, **call: Unpack[Uniform]
-    ) -> torch.Tensor:
+    def _mla_decode(self, call: DecodeCall) -> torch.Tensor:
+        (kv_cache,), rank = call.caches, call.kv_lora_rank
         out: torch.Tensor = self._mla.trtllm_batch_decode_with_kv_cache_mla(
-            q.unflatten(0, (-1, call["q_len_per_req"])),
+            call.q.unflatten(0, (-1, call.q_len_per_req)),
             kv_cache,
             self._workspace.buffer,
-            QK_NOPE_HEAD_DIMS[kv_lora_rank],
-            kv_lora_rank,
-            kv_cache.shape[-1] - kv_lora_rank,
-            call["block_tables"],
-            call["seq_lens"],
-            call["max_seq_len"],
-            bmm1_scale=call["bmm1_scale"],
-            bmm2_scale=call["bmm2_scale"],
+            QK_NOPE_HEAD_DIMS[rank],
+            rank,
+            kv_cache.shape[-1] - rank,
+            call.block_tables,
+            call.seq_lens,
+            call.max_seq_len,
+            bmm1_scale=call.bmm1_scale,
+            bmm2_scale=call.bmm2_scale,
             backend="trtllm-gen",
         )
         return out.flatten(0, 1)

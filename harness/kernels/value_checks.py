@@ -1,7 +1,7 @@
-"""What a strict kernel refuses from the values of its index tensors.
+"""Rules of a kernel call on the values of its index tensors.
 
 These checks run inside the opaque operation: they hold at every replay of a recorded call and are
-no host reads of the region that records it. A CUDA stream that is being captured cannot be read;
+no host syncs of the region that records it. A CUDA stream that is being captured cannot be read;
 there the checks are skipped.
 """
 
@@ -21,7 +21,7 @@ def check_lengths(kernel: str, paged: PagedKeys, query_lens: torch.Tensor) -> No
     Args:
         kernel: name for the message.
         paged: the cache side of the call.
-        query_lens: [bs] integers, queries a request.
+        query_lens: [bs] integers, queries per request.
     """
     if paged.seq_lens.numel() and is_readable(paged.seq_lens):
         refuse_unless(kernel, _lengths(paged, query_lens))

@@ -11,7 +11,7 @@ import torch
 from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode, SpecInput
 from harness.upstream.radix_attention import RadixAttention
 
-MIRRORED_SGLANG_VERSION = "0.5.14"
+SGLANG_VERSION = "0.5.14"
 
 
 class AttentionBackend(ABC):

@@ -17,7 +17,7 @@ from fixtures.toys.toy_graph import (
     toy_pools,
 )
 from harness.errors import ContractError
-from harness.graphs.draft_extend_runner import DraftExtendRunner, UnoptimizedDraftExtendRunner
+from harness.graphs.draft_extend_runner import BaselineDraftExtendRunner, DraftExtendRunner
 from harness.graphs.tape import Tape
 from harness.upstream.forward_batch_info import (
     EagleDraftExtendInput,
@@ -140,7 +140,7 @@ def test_v2_keeps_uniform_rows_and_computes_no_topk() -> None:
 
 
 def test_the_unoptimized_v2_computes_the_same_and_a_topk_besides() -> None:
-    slow = extender(V2, UnoptimizedDraftExtendRunner, forward=uneven, topk=2)
+    slow = extender(V2, BaselineDraftExtendRunner, forward=uneven, topk=2)
     batch = extend_batch(V2, [19, 16, 18], [1, 3, 2])
     expected, obtained = extender(V2, forward=uneven).replay(batch), slow.replay(batch)
     assert torch.equal(obtained.next_token_logits, expected.next_token_logits)

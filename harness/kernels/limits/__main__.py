@@ -35,13 +35,13 @@ from harness.kernels.registry import KERNELS
 WORKERS, SECONDS = 8, 480
 AGREES = {KVDtype.AUTO: 1e-2, KVDtype.FP8: 1e-1}
 """Largest relative L2 error of a row: some bf16 roundings; softmax weights rounded to FP8."""
-REFUSALS = (SpecgateError, AssertionError, KeyError, RuntimeError, TypeError, ValueError)
+KERNEL_ERRORS = (SpecgateError, AssertionError, KeyError, RuntimeError, TypeError, ValueError)
 """How kernel packages say no."""
 
 
 @dataclass(frozen=True)
 class ProbeAnswer:
-    """What a probe found.
+    """The answer to a probe.
 
     Args:
         kernel: its name.
@@ -71,14 +71,14 @@ class ProbeAnswer:
 
 
 class Unchecked(CheckedKernel):
-    """A provider's kernels without its checks."""
+    """A kernel without its checks."""
 
     def _check(self, *_: Any) -> None:
         """Everything passes."""
 
 
 def ask(probe: LimitProbe, kernel: CheckedKernel, device: torch.device) -> ProbeAnswer:
-    """Launch a probe past the provider's checks, and compare with the reference kernel."""
+    """Launch a probe past the kernel's checks, and compare with the reference kernel."""
     call = draw(probe.shape, device)
     reference = Unchecked(REFERENCE, FUNCTIONS)
     expected = call.on(reference, out_dtype=torch.float32)
@@ -86,7 +86,7 @@ def ask(probe: LimitProbe, kernel: CheckedKernel, device: torch.device) -> Probe
     try:
         obtained = call.on(Unchecked(kernel.capability, kernel.kernels))
         error = worst_row(obtained, expected)
-    except REFUSALS as reason:
+    except KERNEL_ERRORS as reason:
         first = str(reason).strip().partition("\n")[0][:160]
         return ProbeAnswer(*question, False, f"{type(reason).__name__}: {first}")
     agrees = error <= AGREES[probe.shape.kv_dtype]
@@ -117,7 +117,7 @@ def kernels_on(device: torch.device) -> tuple[Capability, ...]:
     return tuple(c for c in distinct if c.compute_capabilities and not device_refusal(c, gpu))
 
 
-def provider_of(capability: Capability, device: torch.device) -> CheckedKernel:
+def kernel_of(capability: Capability, device: torch.device) -> CheckedKernel:
     """The kernel on a GPU, its strict emulation on a CPU."""
     if device.type == "cpu":
         return TorchPaged(capability)
@@ -184,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = probes(kernels_on(device))
     if options.probe is not None:
         probe = asked[options.probe]
-        print(json.dumps(asdict(ask(probe, provider_of(probe.capability, device), device))))
+        print(json.dumps(asdict(ask(probe, kernel_of(probe.capability, device), device))))
         return 0
     with ThreadPoolExecutor(WORKERS) as pool:
         jobs = [pool.submit(in_process, i, p, options.device) for i, p in enumerate(asked)]

@@ -1,15 +1,15 @@
-"""Random kernel calls: ragged lengths, shuffled pages, poison in every slot that nobody reads."""
+"""Random kernel calls: ragged lengths, shuffled pages, poison in every unread slot."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from harness.core.case import Dtype, Family, KVDtype
 from harness.errors import UsageError, rejected
-from harness.kernels.interface import Kernel
+from harness.kernels.interface import ContextCall, DecodeCall, Kernel
 from harness.kernels.shape_checks import FP8, mask_words
 
 ENTRIES = {
@@ -24,17 +24,17 @@ PADDED_ROWS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a drawn call looks like.
+    """The shape of a random call.
 
     Args:
-        entry: of the provider.
-        lengths: keys a request.
-        q_len: query tokens a request; context entries have up to as many, at least one.
+        entry: of the kernel.
+        lengths: keys per request.
+        q_len: query tokens per request; context entries have up to as many, at least one.
         heads: query heads.
         kv_heads: of an MHA cache.
         head_dim: of an MHA cache.
         mla_dims: (kv_lora_rank, qk_rope_head_dim) of an MLA cache.
-        page_size: tokens a page.
+        page_size: tokens per page.
         dtype: of the query and the output.
         kv_dtype: of the cache.
         fp8_query: whether the query is FP8 too.
@@ -73,7 +73,7 @@ class Shape:
 
     @property
     def q_lens(self) -> tuple[int, ...]:
-        """Query tokens a request: uniform in decode entries, each its own in context entries."""
+        """Query tokens per request: uniform in decode entries, each its own in context entries."""
         if self.entry.endswith("decode"):
             return (self.q_len,) * len(self.lengths)
         return tuple(min(n, max(1, self.q_len - 2 * i)) for i, n in enumerate(self.lengths))
@@ -87,20 +87,25 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Call:
-    """Arguments of one entry of a provider."""
+class RandomCall:
+    """Arguments for one entry of a kernel.
+
+    Args:
+        entry: of the kernel.
+        arguments: as the entry takes them.
+    """
 
     entry: str
-    tensors: tuple[torch.Tensor, ...]
-    options: dict[str, Any]
+    arguments: DecodeCall | ContextCall
 
     def on(self, kernel: Kernel, **changes: Any) -> torch.Tensor:
-        """What a provider answers."""
-        out: torch.Tensor = getattr(kernel, self.entry)(*self.tensors, **self.options | changes)
+        """The kernel's answer, with some arguments changed."""
+        arguments = replace(self.arguments, **changes)
+        out: torch.Tensor = getattr(kernel, self.entry)(arguments)
         return out
 
 
-def draw(shape: Shape, device: torch.device | str = "cpu", seed: int = 0) -> Call:
+def draw(shape: Shape, device: torch.device | str = "cpu", seed: int = 0) -> RandomCall:
     """A random call; the same seed draws the same numbers on every device."""
     random = torch.Generator().manual_seed(seed)
     context, mla = shape.entry.endswith("context"), shape.family is Family.MLA
@@ -113,24 +118,27 @@ def draw(shape: Shape, device: torch.device | str = "cpu", seed: int = 0) -> Cal
     for cache in caches:
         cache[~live] = shape.poison
     options: dict[str, Any] = {
+        "q": q.to(FP8 if shape.fp8_query else dtype),
         "block_tables": tables,
         "seq_lens": torch.tensor(shape.lengths, dtype=torch.int32),
-        "bmm1_scale": q.shape[-1] ** -0.5,
-        "bmm2_scale": shape.bmm2_scale,
-        "out_dtype": dtype,
     }
     options |= _ragged(shape) if context else _uniform(shape)
-    if mla:
-        options["kv_lora_rank"] = shape.mla_dims[0]
-    else:
-        sinks = torch.randn(shape.heads, generator=random) if shape.sinks else None
-        options |= {"window_left": shape.window_left, "sinks": sinks}
-    tensors = (q.to(FP8 if shape.fp8_query else dtype), *(c.to(shape.cache_dtype) for c in caches))
-    placed = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in options.items()
-    }
-    return Call(shape.entry, tuple(tensor.to(device) for tensor in tensors), placed)
+    if not mla and shape.sinks:
+        options["sinks"] = torch.randn(shape.heads, generator=random)
+    arguments = (ContextCall if context else DecodeCall)(
+        caches=tuple(cache.to(shape.cache_dtype).to(device) for cache in caches),
+        kv_lora_rank=shape.mla_dims[0] if mla else 0,
+        max_seq_len=max(shape.lengths),
+        bmm1_scale=q.shape[-1] ** -0.5,
+        bmm2_scale=shape.bmm2_scale,
+        out_dtype=dtype,
+        window_left=-1 if mla else shape.window_left,
+        **{
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in options.items()
+        },
+    )
+    return RandomCall(shape.entry, arguments)
 
 
 def _tables(shape: Shape, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,7 +157,7 @@ def _tables(shape: Shape, random: torch.Generator) -> tuple[torch.Tensor, torch.
 
 
 def _uniform(shape: Shape) -> dict[str, Any]:
-    options: dict[str, Any] = {"q_len_per_req": shape.q_len, "max_seq_len": max(shape.lengths)}
+    options: dict[str, Any] = {"q_len_per_req": shape.q_len}
     if shape.family is Family.MHA:
         has_mask = shape.masked and shape.q_len > 1
         options["packed_mask"] = _causal_mask(shape) if has_mask else None
@@ -173,6 +181,4 @@ def _ragged(shape: Shape) -> dict[str, Any]:
         "cu_seqlens_q": ends(shape.q_lens),
         "cu_seqlens_k": ends(shape.lengths),
         "max_q_len": max(shape.q_lens),
-        "max_kv_len": max(shape.lengths),
-        "batch_size": len(shape.lengths),
     }

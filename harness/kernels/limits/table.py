@@ -34,12 +34,12 @@ class LimitProbe:
     shape: Shape
 
 
-FP16, FP32, FP8 = {"dtype": Dtype.FP16}, {"dtype": Dtype.FP32}, {"kv_dtype": KVDtype.FP8}
+FP16, FP32, FP8_KV = {"dtype": Dtype.FP16}, {"dtype": Dtype.FP32}, {"kv_dtype": KVDtype.FP8}
 FP8_QUERY = {"fp8_query": True}
-WINDOW, SINKS = {"window_left": 20}, {"sinks": True}
+WINDOWED, SINKS = {"window_left": 20}, {"sinks": True}
 NAN = {"poison": float("nan")}
 CONTEXT = {"entry": "context", "q_len": 37}
-MLA, MLA_CONTEXT = {"entry": "mla_decode"}, {"entry": "mla_context", "q_len": 37}
+MLA_DECODE, MLA_CONTEXT = {"entry": "mla_decode"}, {"entry": "mla_context", "q_len": 37}
 LimitRow = tuple[str, dict[str, Any]]
 
 MHA_WITHIN: tuple[LimitRow, ...] = (
@@ -52,19 +52,19 @@ MHA_WITHIN: tuple[LimitRow, ...] = (
     ("group_size 1", {"heads": 2}),
     ("kv_heads 1", {"kv_heads": 1}),
     ("sinks", SINKS),
-    ("sinks, window_left 20", SINKS | WINDOW),
+    ("sinks, window_left 20", SINKS | WINDOWED),
     ("q_len 2", {"q_len": 2}),
     ("q_len 4", {"q_len": 4}),
     ("q_len 4, sinks", {"q_len": 4} | SINKS),
     ("q_len 8", {"q_len": 8}),
     ("q_len 16", {"q_len": 16}),
-    ("window_left 20", WINDOW),
+    ("window_left 20", WINDOWED),
     ("bmm2_scale 3", {"bmm2_scale": 3.0}),
     ("NaN in unread slots", NAN),
     ("NaN in unread slots, q_len 4", NAN | {"q_len": 4}),
     ("context", CONTEXT),
     ("context, head_dim 128", CONTEXT | {"head_dim": 128}),
-    ("context, window_left 20", CONTEXT | WINDOW),
+    ("context, window_left 20", CONTEXT | WINDOWED),
     ("context, sinks", CONTEXT | SINKS),
     ("context, NaN in unread slots", CONTEXT | NAN),
 )
@@ -106,14 +106,14 @@ TABLE: tuple[tuple[Capability, dict[str, Any], bool, tuple[LimitRow, ...]], ...]
         (
             ("page_size 128", {"page_size": 128}),
             ("group_size 32, head_dim 256", {"heads": 64, "head_dim": 256}),
-            ("kv_dtype float8_e4m3fn", FP8),
-            ("kv_dtype float8_e4m3fn, q_len 4", FP8 | {"q_len": 4}),
-            ("kv_dtype float8_e4m3fn, q_len 16", FP8 | {"q_len": 16}),
-            ("kv_dtype float8_e4m3fn, q_len 4, sinks", FP8 | SINKS | {"q_len": 4}),
-            ("kv_dtype float8_e4m3fn, window_left 20", FP8 | WINDOW),
-            ("kv_dtype float8_e4m3fn, bmm2_scale 3", FP8 | {"bmm2_scale": 3.0}),
-            ("kv_dtype float8_e4m3fn, 400 in unread slots", FP8 | {"poison": LARGE}),
-            ("kv_dtype float8_e4m3fn, context", FP8 | CONTEXT),
+            ("kv_dtype float8_e4m3fn", FP8_KV),
+            ("kv_dtype float8_e4m3fn, q_len 4", FP8_KV | {"q_len": 4}),
+            ("kv_dtype float8_e4m3fn, q_len 16", FP8_KV | {"q_len": 16}),
+            ("kv_dtype float8_e4m3fn, q_len 4, sinks", FP8_KV | SINKS | {"q_len": 4}),
+            ("kv_dtype float8_e4m3fn, window_left 20", FP8_KV | WINDOWED),
+            ("kv_dtype float8_e4m3fn, bmm2_scale 3", FP8_KV | {"bmm2_scale": 3.0}),
+            ("kv_dtype float8_e4m3fn, 400 in unread slots", FP8_KV | {"poison": LARGE}),
+            ("kv_dtype float8_e4m3fn, context", FP8_KV | CONTEXT),
         ),
     ),
     (XQA, {"entry": "decode"}, False, MHA_BEYOND),
@@ -123,31 +123,36 @@ TABLE: tuple[tuple[Capability, dict[str, Any], bool, tuple[LimitRow, ...]], ...]
         False,
         (
             ("group_size 64, head_dim 256", {"heads": 128, "head_dim": 256}),
-            ("window_left 20, q_len 4", {"q_len": 4} | WINDOW),
+            ("window_left 20, q_len 4", {"q_len": 4} | WINDOWED),
             ("packed_mask None, q_len 4", {"q_len": 4, "masked": False}),
-            ("query float8_e4m3fn", FP8 | FP8_QUERY),
+            ("query float8_e4m3fn", FP8_KV | FP8_QUERY),
         ),
     ),
-    (FLASH_MLA, MLA, True, MLA_WITHIN),
-    (FLASH_MLA, MLA, True, (("dtype float16", FP16),)),
-    (FLASH_MLA, MLA, False, MLA_BEYOND),
+    (FLASH_MLA, MLA_DECODE, True, MLA_WITHIN),
+    (FLASH_MLA, MLA_DECODE, True, (("dtype float16", FP16),)),
+    (FLASH_MLA, MLA_DECODE, False, MLA_BEYOND),
     (
         FLASH_MLA,
-        MLA,
+        MLA_DECODE,
         False,
         (
             ("mla_dims 256, 64", {"mla_dims": (256, 64)}),
             ("page_size 32", {"page_size": 32}),
-            ("kv_dtype float8_e4m3fn", FP8),
+            ("kv_dtype float8_e4m3fn", FP8_KV),
         ),
     ),
     (TRTLLM_GEN_MHA, {"entry": "decode"}, True, MHA_WITHIN),
-    (TRTLLM_GEN_MHA, {"entry": "decode"}, True, (("kv_dtype float8_e4m3fn", FP8 | FP8_QUERY),)),
+    (
+        TRTLLM_GEN_MHA,
+        {"entry": "decode"},
+        True,
+        (("kv_dtype float8_e4m3fn", FP8_KV | FP8_QUERY),),
+    ),
     (TRTLLM_GEN_MHA, {"entry": "decode"}, False, MHA_BEYOND),
     (TRTLLM_GEN_MHA, {"entry": "decode"}, False, (("page_size 128", {"page_size": 128}),)),
-    (TRTLLM_GEN_MLA, MLA, True, MLA_WITHIN),
-    (TRTLLM_GEN_MLA, MLA, True, (("kv_dtype float8_e4m3fn", FP8 | FP8_QUERY),)),
-    (TRTLLM_GEN_MLA, MLA, False, (*MLA_BEYOND, ("dtype float16", FP16))),
+    (TRTLLM_GEN_MLA, MLA_DECODE, True, MLA_WITHIN),
+    (TRTLLM_GEN_MLA, MLA_DECODE, True, (("kv_dtype float8_e4m3fn", FP8_KV | FP8_QUERY),)),
+    (TRTLLM_GEN_MLA, MLA_DECODE, False, (*MLA_BEYOND, ("dtype float16", FP16))),
 )
 
 

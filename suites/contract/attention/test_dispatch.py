@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from fixtures.drivers.forward_cost import Bench
+from fixtures.drivers.rigs import new_rig
 from harness.core.case import Case, Family, Mode
-from harness.differential.rig import build_runner
+from harness.differential.rig import Rig
+from harness.kernels.interface import AttentionCall, ContextCall, DecodeCall
 from harness.subjects import GRAPH_MODES
 
 SUBJECT = {Family.MHA: "trtllm_mha/xqa", Family.MLA: "trtllm_mla/trtllm_gen"}
@@ -80,69 +81,69 @@ def case_of(family: Family, mode: Mode) -> Case:
     )
 
 
-def watch(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, dict[str, Any]]]:
-    """Every call of a provider from now on: its entry, its query rows and its arguments.
+def watch(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, AttentionCall]]:
+    """Every call of a kernel from now on, by entry.
 
     The tensors are those the kernel holds, so after a replay they show what that replay read.
     """
-    calls: list[tuple[str, int, dict[str, Any]]] = []
+    calls: list[tuple[str, AttentionCall]] = []
 
     def traced(entry: str) -> Any:
         serve = getattr(kernel, entry)
 
-        def call(q: torch.Tensor, *caches: torch.Tensor, **arguments: Any) -> torch.Tensor:
-            calls.append((entry, q.shape[0], arguments))
-            out: torch.Tensor = serve(q, *caches, **arguments)
+        def answer(call: AttentionCall) -> torch.Tensor:
+            calls.append((entry, call))
+            out: torch.Tensor = serve(call)
             return out
 
-        return call
+        return answer
 
     for entry in ("decode", "context", "mla_decode", "mla_context"):
         monkeypatch.setattr(kernel, entry, traced(entry))
     return calls
 
 
-def go(bench: Bench, path: str) -> None:
+def go(rig: Rig, path: str) -> None:
     """One forward by this path, or no more than its capture."""
     if path == EAGER:
-        bench.backend.init_forward_metadata(bench.batch)
-        bench.rig.forward(bench.batch)
+        rig.run_eager(rig.batch)
         return
-    runner = build_runner(bench.subject, bench.pool_state, bench.rig, (BUCKET,))
-    runner.capture()
+    runner = rig.capture((BUCKET,))
     if path == REPLAY:
-        runner.replay(bench.batch)
+        runner.replay(rig.batch)
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id="-".join(row[:3])) for row in ROWS])
 def test_what_reaches_the_kernel(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     family, mode, path, entry, q_len, cut, keys = row
-    bench = Bench(SUBJECT[family], case_of(family, mode))
-    calls = watch(bench.rig.kernel, monkeypatch)
-    go(bench, path)
+    rig = new_rig(SUBJECT[family], case_of(family, mode))
+    calls = watch(rig.kernel, monkeypatch)
+    go(rig, path)
     own = LAYERS * len(keys)
     # Once in an eager forward; a capture runs twice, the second time recorded; a replay calls none.
     assert len(calls) == own * (1 if path == EAGER else 2)
-    assert {name for name, _, _ in calls} == {entry}
-    for i, (_, rows, call) in enumerate(calls[-own:]):
-        seen = keys[i // LAYERS]
-        assert call["seq_lens"].tolist() == seen
-        assert {call[name].dtype for name in ("seq_lens", "block_tables")} == {torch.int32}
-        if cut is None:
-            assert (call["q_len_per_req"], rows) == (q_len, q_len * len(seen))
+    assert {name for name, _ in calls} == {entry}
+    for i, (_, call) in enumerate(calls[-own:]):
+        seen, rows = keys[i // LAYERS], call.q.shape[0]
+        assert call.seq_lens.tolist() == seen
+        assert call.seq_lens.dtype == call.block_tables.dtype == torch.int32
+        if isinstance(call, DecodeCall):
+            assert cut is None
+            assert (call.q_len_per_req, rows) == (q_len, q_len * len(seen))
         else:
-            assert (call["max_q_len"], call["batch_size"]) == (q_len, len(seen))
-            assert call["cu_seqlens_q"].tolist() == cut
-            assert call["cu_seqlens_k"].tolist() == [sum(seen[:n]) for n in range(len(seen) + 1)]
+            assert isinstance(call, ContextCall)
+            assert (call.max_q_len, call.batch_size) == (q_len, len(seen))
+            assert call.cu_seqlens_q.tolist() == cut
+            assert call.cu_seqlens_k.tolist() == [sum(seen[:n]) for n in range(len(seen) + 1)]
             assert rows == (cut[-1] if path == EAGER else q_len * BUCKET)
         # Captured steps of a draft read one table, which holds the last step's pages.
         last = keys[-1] if path != EAGER else seen
-        check_pages(bench, call["block_tables"], last, path)
+        check_pages(rig, call.block_tables, last, path)
 
 
-def check_pages(bench: Bench, tables: torch.Tensor, keys: list[int], path: str) -> None:
+def check_pages(rig: Rig, tables: torch.Tensor, keys: list[int], path: str) -> None:
     """Real requests read their own pages; nothing stands behind the last one, nor in padding."""
-    owned = bench.pool_state.inputs.batches[0].pages if path != CAPTURE else ()
+    owned = rig.pool_state.inputs.tested.pages if path != CAPTURE else ()
     for i, (row, seen) in enumerate(zip(tables.tolist(), keys, strict=True)):
         live = -(-seen // 32)
         if i < len(owned):
@@ -163,11 +164,11 @@ def test_every_mode_of_both_families_has_a_row_for_every_path() -> None:
 
 @pytest.mark.parametrize("family", Family)
 def test_idle_reaches_no_kernel(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(SUBJECT[family], case_of(family, Mode.IDLE))
-    calls = watch(bench.rig.kernel, monkeypatch)
-    go(bench, EAGER)
+    rig = new_rig(SUBJECT[family], case_of(family, Mode.IDLE))
+    calls = watch(rig.kernel, monkeypatch)
+    go(rig, EAGER)
     assert calls == []
-    assert bench.plans == []
+    assert rig.plans == ()
 
 
 @pytest.mark.parametrize("mode", sorted(GRAPH_MODES))
@@ -175,9 +176,9 @@ def test_idle_reaches_no_kernel(family: Family, monkeypatch: pytest.MonkeyPatch)
 def test_eager_capture_and_replay_plan_the_same_type_and_fields(family: Family, mode: Mode) -> None:
     shapes = []
     for path in (EAGER, CAPTURE, REPLAY):
-        bench = Bench(SUBJECT[family], case_of(family, mode))
-        go(bench, path)
-        shapes.append([anatomy(plan) for plan in bench.plans])
+        rig = new_rig(SUBJECT[family], case_of(family, mode))
+        go(rig, path)
+        shapes.append([anatomy(plan) for plan in rig.plans])
     eager, captured, replayed = shapes
     assert len(eager) == (STEPS - 1 if mode is Mode.MULTI_STEP_DRAFT else 1)
     assert eager == captured == replayed

@@ -13,7 +13,7 @@ import torch
 from fixtures.toys.toy_attention import make_batch, mha_layer, mha_pool, request_table
 from harness.core.environment import installed
 from harness.upstream.base_attn_backend import (
-    MIRRORED_SGLANG_VERSION,
+    SGLANG_VERSION,
     AttentionBackend,
     MultiStepDraftBackend,
 )
@@ -117,8 +117,8 @@ def test_a_multi_step_draft_has_the_same_hooks(name: str, wanted: tuple[str, ...
 
 def test_the_recorded_hooks_are_those_of_the_installed_sglang() -> None:
     version = installed("sglang")
-    if version != MIRRORED_SGLANG_VERSION:
-        pytest.skip(f"sglang {MIRRORED_SGLANG_VERSION} is mirrored; installed: {version or 'none'}")
+    if version != SGLANG_VERSION:
+        pytest.skip(f"sglang {SGLANG_VERSION} is mirrored; installed: {version or 'none'}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = importlib.import_module("sglang.srt.layers.attention.base_attn_backend")

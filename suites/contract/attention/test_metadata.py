@@ -15,7 +15,14 @@ from fixtures.toys.toy_attention import (
     slots,
     swa_pool,
 )
-from fixtures.toys.toy_planning import EXTEND_LENS, Buckets, accepted, batch_for, plan, toy_backend
+from fixtures.toys.toy_planning import (
+    EXTEND_LENS,
+    CapturedPlans,
+    accepted,
+    batch_for,
+    plan,
+    toy_backend,
+)
 from fixtures.toys.toy_scenes import phase_id
 from harness.attention.metadata import packed_causal_mask
 from harness.attention.trtllm_mla import TRTLLMMLABackend
@@ -150,7 +157,7 @@ def test_a_mask_is_planned_where_the_kernel_needs_one(mode: ForwardMode) -> None
 
 
 def test_buckets_of_a_phase_share_storage_and_phases_do_not() -> None:
-    graphs = Buckets()
+    graphs = CapturedPlans()
     verify = ForwardMode.TARGET_VERIFY
     four, two = (graphs.out_graph(verify, bs, in_capture=True) for bs in (4, 2))
     decode = graphs.out_graph(ForwardMode.DECODE, 2, in_capture=True)
@@ -176,7 +183,7 @@ def test_buckets_of_a_phase_share_storage_and_phases_do_not() -> None:
 
 
 def test_v2_keeps_its_captured_stride() -> None:
-    graphs, v2 = Buckets(), ForwardMode.DRAFT_EXTEND_V2
+    graphs, v2 = CapturedPlans(), ForwardMode.DRAFT_EXTEND_V2
     captured = graphs.out_graph(v2, 2, in_capture=True, spec_info=accepted(1, 4))
     assert captured.geometry.max_q_len == 4
     replayed = graphs.out_graph(v2, 2, spec_info=accepted(2, 1))
@@ -186,7 +193,7 @@ def test_v2_keeps_its_captured_stride() -> None:
 
 
 def test_v1_keeps_its_captured_width_and_refills_its_cumulative_lengths() -> None:
-    graphs, v1 = Buckets(), ForwardMode.DRAFT_EXTEND
+    graphs, v1 = CapturedPlans(), ForwardMode.DRAFT_EXTEND
     graphs.out_graph(v1, 2, in_capture=True, tokens=8, spec_info=accepted(1, 1))
     replayed = graphs.out_graph(v1, 2, tokens=8, spec_info=accepted(1, 3))
     assert replayed.geometry.max_q_len == 4

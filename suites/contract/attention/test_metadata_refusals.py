@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from fixtures.toys.toy_attention import CONTEXT, mha_layer
-from fixtures.toys.toy_planning import EXTEND_LENS, Buckets, accepted, batch_for, plan, toy_backend
+from fixtures.toys.toy_planning import (
+    EXTEND_LENS,
+    CapturedPlans,
+    accepted,
+    batch_for,
+    plan,
+    toy_backend,
+)
 from fixtures.toys.toy_scenes import phase_id
 from harness.errors import CapacityError, ContractError, KernelRefusal
 from harness.upstream.allocator import ReqToTokenPool
@@ -46,7 +53,7 @@ def test_what_eager_planning_refuses(
 
 
 def test_what_captured_planning_refuses() -> None:
-    graphs, verify = Buckets(), ForwardMode.TARGET_VERIFY
+    graphs, verify = CapturedPlans(), ForwardMode.TARGET_VERIFY
     with pytest.raises(CapacityError, match=r"bs = 5 .* <= 4"):
         graphs.out_graph(verify, 5, in_capture=True)
     with pytest.raises(CapacityError, match=r"num_tokens = 17 .* <= 16"):

@@ -14,6 +14,7 @@ from harness.core.capability import CAPABILITIES, REFERENCE, XQA
 from harness.errors import KernelRefusal, UsageError
 from harness.kernels import reference
 from harness.kernels.checked import CheckedKernel
+from harness.kernels.interface import DecodeCall
 from harness.kernels.limits import __main__ as limits
 from harness.kernels.limits.random_calls import Shape, draw
 from harness.kernels.limits.table import TABLE, LimitProbe, probes
@@ -45,12 +46,12 @@ def kernel(**changes: object) -> CheckedKernel:
     return CheckedKernel(XQA, reference.FUNCTIONS | changes)
 
 
-def refuses(*_: object, **__: object) -> torch.Tensor:
+def refuses(call: DecodeCall) -> torch.Tensor:
     raise ValueError("head_dim must be even\nmore")
 
 
-def is_off(*args: torch.Tensor, **call: object) -> torch.Tensor:
-    return reference.FUNCTIONS["decode"](*args, **call) * 1.02
+def is_off(call: DecodeCall) -> torch.Tensor:
+    return reference.decode(call) * 1.02
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_kernels_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [c.name for c in limits.kernels_on(torch.device("cuda"))] == ["xqa", "flash_mla"]
     made = TorchPaged(XQA)
     monkeypatch.setattr(limits, "KERNELS", {("mha", "xqa"): lambda device: made})
-    assert limits.provider_of(XQA, torch.device("cuda")) is made
+    assert limits.kernel_of(XQA, torch.device("cuda")) is made
 
 
 def test_an_unknown_entry() -> None:

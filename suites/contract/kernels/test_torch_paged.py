@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from fixtures.toys.toy_attention import HEADS, RANK, ROPE, ROWS, dense, mha_pool, mla_pool, slots
-from fixtures.toys.toy_calls import LENS, Q_LEN, int32, ragged, uniform
+from fixtures.toys.toy_calls import LENS, Q_LEN, SCALES, int32, ragged, uniform
 from harness.attention.metadata import packed_causal_mask
 from harness.core.capability import REFERENCE
 from harness.kernels import torch_attention
+from harness.kernels.interface import DecodeCall
 from harness.kernels.paged_kv import PagedKeys
 from harness.kernels.reference import TorchPaged
 from harness.kernels.torch_attention import Softmax
@@ -40,7 +41,7 @@ def test_decode_equals_dense(kernel: TorchPaged, window_left: int, has_sinks: bo
     pool, q = mha_pool(), torch.randn(6, HEADS, 8)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]) if has_sinks else None
     how: dict[str, Any] = {"window_left": window_left, "sinks": sinks}
-    obtained = kernel.decode(q, *pool.get_kv_buffer(0), **uniform(), **how)
+    obtained = kernel.decode(uniform(q, pool, **how))
     torch.testing.assert_close(obtained, expected(q, pool, (3, 3), **how))
     assert kernel.calls == ["decode"]
 
@@ -53,7 +54,7 @@ def test_context_equals_dense_and_leaves_padding_zero(
     q = torch.randn(tokens + 2, HEADS, 8)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
     how: dict[str, Any] = {"window_left": 4, "sinks": sinks}
-    obtained = kernel.context(q, *pool.get_kv_buffer(0), **ragged(q_lens), **how)
+    obtained = kernel.context(ragged(q, pool, q_lens, **how))
     torch.testing.assert_close(obtained[:tokens], expected(q[:tokens], pool, q_lens, **how))
     assert torch.equal(obtained[tokens:], torch.zeros(2, HEADS, 8))
 
@@ -66,38 +67,34 @@ def test_both_mla_entries_equal_dense(kernel: TorchPaged, q_lens: tuple[int, int
     for row, length, part in zip(ROWS, LENS, q.split(q_lens), strict=True):
         latent = pool.kv_buffer[0][slots(row, 0, length)][:, None]
         wanted.append(dense(part, latent, latent[..., :RANK], 0.4) * 2)
-    call = {"kv_lora_rank": RANK, "bmm2_scale": 2.0}
-    cache = pool.get_key_buffer(0)
-    obtained = [kernel.mla_context(q, cache, **ragged(q_lens, **call))]
+    obtained = [kernel.mla_context(ragged(q, pool, q_lens, bmm2_scale=2.0))]
     if q_lens[0] == q_lens[1]:
-        obtained.append(kernel.mla_decode(q, cache, **uniform(**call)))
+        obtained.append(kernel.mla_decode(uniform(q, pool, bmm2_scale=2.0)))
     for each in obtained:
         torch.testing.assert_close(each, torch.cat(wanted).float())
 
 
 def test_scales_and_output_dtype(kernel: TorchPaged) -> None:
     pool, q = mha_pool(dtype=torch.bfloat16), torch.randn(6, HEADS, 8).bfloat16()
-    call = uniform(bmm1_scale=0.4, bmm2_scale=3.0, out_dtype=torch.bfloat16)
-    obtained = kernel.decode(q, *pool.get_kv_buffer(0), **call)
+    obtained = kernel.decode(uniform(q, pool, bmm2_scale=3.0, out_dtype=torch.bfloat16))
     assert torch.equal(obtained, (expected(q, pool, (3, 3)) * 3).bfloat16())
 
 
 def test_fp8_cache_is_read_as_numbers(kernel: TorchPaged) -> None:
     pool, q = mha_pool(dtype=torch.float8_e4m3fn), torch.randn(6, HEADS, 8)
-    obtained = kernel.decode(q, *pool.get_kv_buffer(0), **uniform())
+    obtained = kernel.decode(uniform(q, pool))
     pool.k_buffer, pool.v_buffer = ([b.float() for b in x] for x in (pool.k_buffer, pool.v_buffer))
     torch.testing.assert_close(obtained, expected(q, pool, (3, 3)))
 
 
 def test_packed_mask_decides_the_last_keys(kernel: TorchPaged) -> None:
     pool, q = mha_pool(), torch.randn(6, HEADS, 8)
-    caches = pool.get_kv_buffer(0)
-    causal = kernel.decode(q, *caches, **uniform(packed_mask=packed_causal_mask(2, Q_LEN, "cpu")))
-    assert torch.equal(causal, kernel.decode(q, *caches, **uniform()))
+    causal = kernel.decode(uniform(q, pool, packed_mask=packed_causal_mask(2, Q_LEN, "cpu")))
+    assert torch.equal(causal, kernel.decode(uniform(q, pool)))
     # Row 1 of request 0 sees key 0 and 2 of the last three, but not its own.
     mask = packed_causal_mask(2, Q_LEN, "cpu")
     mask[0, 1, 0] = 0b101
-    obtained = kernel.decode(q, *caches, **uniform(packed_mask=mask))
+    obtained = kernel.decode(uniform(q, pool, packed_mask=mask))
     at = torch.cat((slots(1, 0, 11), slots(1, 12, 13)))
     row = dense(q[1:2], pool.k_buffer[0][at], pool.v_buffer[0][at], 0.4).float()
     torch.testing.assert_close(obtained[1:2], row)
@@ -134,16 +131,16 @@ def test_a_full_last_page_makes_no_other_page_live() -> None:
 @pytest.mark.parametrize("cache", ["k_buffer", "v_buffer"])
 def test_nan_reaches_exactly_the_rows_that_see_it(kernel: TorchPaged, cache: str) -> None:
     pool, q = mha_pool(), torch.randn(6, HEADS, 8)
-    clean = kernel.decode(q, *pool.get_kv_buffer(0), **uniform())
+    clean = kernel.decode(uniform(q, pool))
     # Unowned slots, and request 3's slots behind its end: unread.
     owned = torch.cat([slots(row, 0, n) for row, n in zip(ROWS, LENS, strict=True)])
     unread = torch.ones(pool.num_pages * 4, dtype=torch.bool)
     unread[owned] = False
     getattr(pool, cache)[0][unread] = torch.nan
-    assert torch.equal(kernel.decode(q, *pool.get_kv_buffer(0), **uniform()), clean)
+    assert torch.equal(kernel.decode(uniform(q, pool)), clean)
     # Token 11 of request 1 is the own key of its second query row; the first does not see it.
     getattr(pool, cache)[0][slots(1, 11, 12)] = torch.nan
-    obtained = kernel.decode(q, *pool.get_kv_buffer(0), **uniform())
+    obtained = kernel.decode(uniform(q, pool))
     assert obtained[1:3].isnan().all()
     kept = [0, 3, 4, 5]
     assert torch.equal(obtained[kept], clean[kept])
@@ -151,22 +148,21 @@ def test_nan_reaches_exactly_the_rows_that_see_it(kernel: TorchPaged, cache: str
 
 def test_pages_past_the_end_are_never_looked_up(kernel: TorchPaged) -> None:
     pool, q = mha_pool(), torch.randn(6, HEADS, 8)
-    tables = uniform()["block_tables"]
-    clean = kernel.decode(q, *pool.get_kv_buffer(0), **uniform())
+    tables = uniform(q, pool).block_tables
+    clean = kernel.decode(uniform(q, pool))
     tables[0, 4:], tables[1, 2:] = -5, 10**6
-    call = uniform(block_tables=tables)
-    assert torch.equal(kernel.decode(q, *pool.get_kv_buffer(0), **call), clean)
+    assert torch.equal(kernel.decode(uniform(q, pool, block_tables=tables)), clean)
 
 
 def test_requests_without_keys_or_queries_give_zeros(kernel: TorchPaged) -> None:
     pool, q = mha_pool(), torch.randn(4, HEADS, 8)
-    call = ragged((0, 0), (0, 0), max_q_len=4)
-    assert torch.equal(kernel.context(q, *pool.get_kv_buffer(0), **call), torch.zeros(4, 4, 8))
-    call = ragged((0, 2), (0, 7))
-    obtained = kernel.context(q, *pool.get_kv_buffer(0), **call)
+    call = ragged(q, pool, (0, 0), (0, 0), max_q_len=4)
+    assert torch.equal(kernel.context(call), torch.zeros(4, 4, 8))
+    call = ragged(q, pool, (0, 2), (0, 7))
+    obtained = kernel.context(call)
     assert obtained[:2].abs().sum() > 0
     empty = {"block_tables": torch.zeros(0, 7, dtype=torch.int32), "seq_lens": int32()}
-    obtained = kernel.decode(q[:0], *pool.get_kv_buffer(0), **uniform(**empty))
+    obtained = kernel.decode(uniform(q[:0], pool, **empty))
     assert obtained.shape == (0, HEADS, 8)
 
 
@@ -174,9 +170,9 @@ def test_blocks_of_queries_change_nothing(
     kernel: TorchPaged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool, q = mha_pool(), torch.randn(6, HEADS, 8)
-    whole = kernel.decode(q, *pool.get_kv_buffer(0), **uniform())
-    monkeypatch.setattr(torch_attention, "SCORES_PER_BLOCK", 1)
-    torch.testing.assert_close(kernel.decode(q, *pool.get_kv_buffer(0), **uniform()), whole)
+    whole = kernel.decode(uniform(q, pool))
+    monkeypatch.setattr(torch_attention, "MAX_SCORES", 1)
+    torch.testing.assert_close(kernel.decode(uniform(q, pool)), whole)
 
 
 def test_thirty_two_thousand_tokens(kernel: TorchPaged) -> None:
@@ -184,8 +180,16 @@ def test_thirty_two_thousand_tokens(kernel: TorchPaged) -> None:
     pages = torch.randperm(length // page) + 1
     cache = torch.randn(length // page + 1, page, 1, 8)
     q = torch.randn(2, 2, 8)
-    call = uniform((length,), q_len_per_req=2, max_seq_len=length)
-    call["block_tables"] = pages.int()[None]
-    obtained = kernel.decode(q, cache, cache, **call)
+    obtained = kernel.decode(
+        DecodeCall(
+            q=q,
+            caches=(cache, cache),
+            block_tables=pages.int()[None],
+            seq_lens=int32(length),
+            max_seq_len=length,
+            q_len_per_req=2,
+            **SCALES,
+        )
+    )
     keys = cache[pages].flatten(0, 1)
     torch.testing.assert_close(obtained, dense(q, keys, keys, 0.4).float())

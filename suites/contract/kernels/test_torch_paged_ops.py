@@ -1,7 +1,9 @@
-"""Each kernel is one opaque operation that also runs on meta and where nothing may be read."""
+"""Each entry is one opaque operation, which also runs on meta and during a capture."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,9 +11,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fixtures.toys.toy_attention import HEADS, RANK, mha_pool, mla_pool
+from fixtures.toys.toy_attention import HEADS, RANK, ROPE, mha_pool, mla_pool
 from fixtures.toys.toy_calls import ragged, uniform
 from harness.core.capability import REFERENCE
+from harness.kernels.interface import AttentionCall
 from harness.kernels.reference import TorchPaged
 
 
@@ -35,30 +38,43 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def entries(kernel: TorchPaged, device: str = "cpu") -> dict[str, Any]:
-    """Every entry by name, called once when called."""
+OPERATIONS = {
+    "decode": "paged_decode",
+    "context": "paged_context",
+    "mla_decode": "paged_decode",
+    "mla_context": "paged_context",
+}
 
-    def move(call: dict[str, Any]) -> dict[str, Any]:
-        return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
 
-    mha = [t.to(device) for t in (torch.randn(6, HEADS, 8), *mha_pool().get_kv_buffer(0))]
-    mla = [t.to(device) for t in (torch.randn(6, HEADS, 20), mla_pool().get_key_buffer(0))]
-    rank = {"kv_lora_rank": RANK}
-    return {
-        "paged_decode": partial(kernel.decode, *mha, **move(uniform())),
-        "paged_context": partial(kernel.context, *mha, **move(ragged((2, 4)))),
-        "mla_decode": partial(kernel.mla_decode, *mla, **move(uniform(**rank))),
-        "mla_context": partial(kernel.mla_context, *mla, **move(ragged((2, 4), **rank))),
+def entries(kernel: TorchPaged, device: str = "cpu") -> dict[str, Callable[[], torch.Tensor]]:
+    """A call of every entry, by the entry's name."""
+    made: dict[str, Callable[[], torch.Tensor]] = {}
+    for prefix, dim, pool in (("", 8, mha_pool()), ("mla_", RANK + ROPE, mla_pool())):
+        q = torch.randn(6, HEADS, dim)
+        calls = {"decode": uniform(q, pool), "context": ragged(q, pool, (2, 4))}
+        for name, call in calls.items():
+            entry = prefix + name
+            made[entry] = partial(getattr(kernel, entry), moved(call, device))
+    return made
+
+
+def moved(call: AttentionCall, device: str) -> AttentionCall:
+    """The call with every tensor on the device."""
+    changes: dict[str, Any] = {
+        name: value.to(device)
+        for name, value in vars(call).items()
+        if isinstance(value, torch.Tensor)
     }
+    return replace(call, caches=tuple(cache.to(device) for cache in call.caches), **changes)
 
 
-@pytest.mark.parametrize("name", ["paged_decode", "paged_context", "mla_decode", "mla_context"])
-def test_every_entry_is_one_opaque_operation(kernel: TorchPaged, name: str) -> None:
-    call = entries(kernel)[name]
+@pytest.mark.parametrize("entry", OPERATIONS)
+def test_every_entry_is_one_opaque_operation(kernel: TorchPaged, entry: str) -> None:
+    call = entries(kernel)[entry]
     with Recorder() as recorder:
         call()
-    assert recorder.names == [f"specgate.{name}.default"]
-    on_meta = entries(kernel, "meta")[name]()
+    assert recorder.names == [f"specgate.{OPERATIONS[entry]}.default"]
+    on_meta = entries(kernel, "meta")[entry]()
     assert on_meta.shape == call().shape
     assert on_meta.dtype == torch.float32
 

@@ -19,23 +19,24 @@ from harness.core.capability import (
     Capability,
 )
 from harness.errors import KernelRefusal
+from harness.kernels.interface import ContextCall, DecodeCall
 from harness.kernels.reference import TorchPaged
 
 FP8 = torch.float8_e4m3fn
-Call = dict[str, Any]
+Arguments = dict[str, Any]
+Change = Callable[[Arguments], Arguments]
 
 
 def int32(*values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def decode_call() -> Call:
+def decode_call() -> Arguments:
     """Two requests of 20 and 5 keys, two queries each, accepted by every MHA kernel."""
     cache = torch.zeros(6, 16, 2, 64, dtype=torch.bfloat16)
     return {
         "q": torch.zeros(4, 8, 64, dtype=torch.bfloat16),
-        "k_cache": cache,
-        "v_cache": cache,
+        "caches": (cache, cache),
         "block_tables": int32([3, 1], [5, 0]),
         "seq_lens": int32(20, 5),
         "q_len_per_req": 2,
@@ -47,19 +48,19 @@ def decode_call() -> Call:
     }
 
 
-def context_call() -> Call:
+def context_call() -> Arguments:
     call = decode_call()
-    for name in ("q_len_per_req", "max_seq_len", "packed_mask"):
+    for name in ("q_len_per_req", "packed_mask"):
         del call[name]
     cut = {"cu_seqlens_q": int32(0, 1, 4), "cu_seqlens_k": int32(0, 20, 25)}
-    return call | cut | {"max_q_len": 3, "max_kv_len": 32, "batch_size": 2}
+    return call | cut | {"max_q_len": 3}
 
 
-def mla_call() -> Call:
+def mla_call() -> Arguments:
     """Two requests on pages of 64, whose table is two pages wide as trtllm-gen wants it."""
     return {
         "q": torch.zeros(4, 8, 576, dtype=torch.bfloat16),
-        "kv_cache": torch.zeros(6, 64, 576, dtype=torch.bfloat16),
+        "caches": (torch.zeros(6, 64, 576, dtype=torch.bfloat16),),
         "kv_lora_rank": 512,
         "block_tables": int32([3, 1], [5, 0]),
         "seq_lens": int32(70, 5),
@@ -71,52 +72,66 @@ def mla_call() -> Call:
     }
 
 
-def fp8_cache(call: Call) -> Call:
-    return {name: call[name].to(FP8) for name in ("k_cache", "v_cache")}
+def fp8_cache(call: Arguments) -> Arguments:
+    return {"caches": tuple(cache.to(FP8) for cache in call["caches"])}
 
 
-def page_size_8(call: Call) -> Call:
+def page_size_8(call: Arguments) -> Arguments:
     cache = torch.zeros(12, 8, 2, 64, dtype=torch.bfloat16)
-    return {"k_cache": cache, "v_cache": cache}
+    return {"caches": (cache, cache)}
 
 
-def many_heads(call: Call) -> Call:
+def many_heads(call: Arguments) -> Arguments:
     return {"q": torch.zeros(4, 130, 64, dtype=torch.bfloat16)}
 
 
-def head_dim_80(call: Call) -> Call:
+def head_dim_80(call: Arguments) -> Arguments:
     cache = torch.zeros(6, 16, 2, 80, dtype=torch.bfloat16)
     q = torch.zeros(4, 8, 80, dtype=torch.bfloat16)
-    return {"q": q, "k_cache": cache, "v_cache": cache}
+    return {"q": q, "caches": (cache, cache)}
 
 
-def strided_query(call: Call) -> Call:
+def strided_query(call: Arguments) -> Arguments:
     return {"q": torch.zeros(4, 8, 128, dtype=torch.bfloat16)[..., :64]}
 
 
-def other(name: str, **how: Any) -> Callable[[Call], Call]:
+def other(name: str, **how: Any) -> Change:
     """The named tensor in another dtype, or cut."""
 
-    def change(call: Call) -> Call:
-        tensor = call[name]
-        tensor = tensor[how["cut"]] if "cut" in how else tensor
-        return {name: tensor.to(how.get("dtype", tensor.dtype))}
+    def change(call: Arguments) -> Arguments:
+        return {name: altered(call[name], **how)}
 
     return change
 
 
-def given(**values: Any) -> Callable[[Call], Call]:
+def other_cache(index: int, **how: Any) -> Change:
+    """One of the caches in another dtype, or cut."""
+
+    def change(call: Arguments) -> Arguments:
+        caches = list(call["caches"])
+        caches[index] = altered(caches[index], **how)
+        return {"caches": tuple(caches)}
+
+    return change
+
+
+def altered(tensor: torch.Tensor, **how: Any) -> torch.Tensor:
+    tensor = tensor[how["cut"]] if "cut" in how else tensor
+    return tensor.to(how.get("dtype", tensor.dtype))
+
+
+def given(**values: Any) -> Change:
     return lambda call: values
 
 
-def float32_query(call: Call) -> Call:
-    return {name: call[name].float() for name in ("q", "k_cache", "v_cache")}
+def float32_query(call: Arguments) -> Arguments:
+    return {"q": call["q"].float(), "caches": tuple(cache.float() for cache in call["caches"])}
 
 
 NO_WINDOW = replace(REFERENCE, name="plain", window=False, sinks=False)
 SINKS = torch.zeros(8)
 T = slice(None)
-DECODE_ROWS: tuple[tuple[Capability, Callable[[Call], Call], str], ...] = (
+DECODE_ROWS: tuple[tuple[Capability, Change, str], ...] = (
     (FLASH_MLA, given(), r"family = 'mha'"),
     (XQA, strided_query, r"q.stride = .* contiguous query"),
     (XQA, other("q", cut=0), r"q.dim = 2"),
@@ -127,10 +142,10 @@ DECODE_ROWS: tuple[tuple[Capability, Callable[[Call], Call], str], ...] = (
     (XQA, lambda c: fp8_cache(c) | other("q", dtype=FP8)(c), r"q.dtype .* with an FP8 cache"),
     (TRTLLM_GEN_MHA, fp8_cache, r"q.dtype = torch.bfloat16 .* with an FP8 cache"),
     (replace(XQA, kv_dtypes=FLASH_MLA.kv_dtypes), fp8_cache, r"k_cache.dtype = .*float8"),
-    (XQA, other("k_cache", cut=0), r"cache.dim = 3"),
-    (XQA, other("v_cache", cut=slice(0, 5)), r"v_cache.shape = \(5, 16, 2, 64\)"),
-    (XQA, other("v_cache", dtype=torch.float16), r"v_cache.dtype = torch.float16"),
-    (XQA, other("k_cache", cut=(T, slice(0, 8))), r"cache.stride"),
+    (XQA, other_cache(0, cut=0), r"cache.dim = 3"),
+    (XQA, other_cache(1, cut=slice(0, 5)), r"v_cache.shape = \(5, 16, 2, 64\)"),
+    (XQA, other_cache(1, dtype=torch.float16), r"v_cache.dtype = torch.float16"),
+    (XQA, other_cache(0, cut=(T, slice(0, 8))), r"cache.stride"),
     (XQA, page_size_8, r"page_size = 8 .* \[16, 32, 64, 128\] on xqa"),
     (XQA, head_dim_80, r"q.head_dim = 80 .* \[64, 128, 256\] on xqa"),
     (XQA, other("q", cut=(T, T, slice(0, 32))), r"q.stride"),
@@ -168,8 +183,7 @@ DECODE_ROWS: tuple[tuple[Capability, Callable[[Call], Call], str], ...] = (
     (XQA, given(block_tables=int32([3, 6], [5, 0])), r"block_tables pages = \(3, 6\) .* 0 … 5"),
     (XQA, given(block_tables=int32([3, 1], [-1, 0])), r"block_tables pages = \(-1, 3\)"),
 )
-CONTEXT_ROWS: tuple[tuple[Call, str], ...] = (
-    ({"batch_size": 3}, r"batch_size = 3 .* 2, the rows"),
+CONTEXT_ROWS: tuple[tuple[Arguments, str], ...] = (
     ({"cu_seqlens_q": int32(0, 4)}, r"cu_seqlens_q length = 2 .* 3 = batch_size \+ 1"),
     ({"cu_seqlens_k": int32(0, 25)}, r"cu_seqlens_k length = 2"),
     ({"cu_seqlens_q": torch.tensor([0, 1, 4])}, r"cu_seqlens_q.dtype = torch.int64"),
@@ -182,20 +196,22 @@ CONTEXT_ROWS: tuple[tuple[Call, str], ...] = (
         {"seq_lens": int32(20, 2), "cu_seqlens_k": int32(0, 20, 22)},
         r"seq_lens = \[20, 2\] .* at least the queries, \[1, 3\]",
     ),
-    ({"max_kv_len": 19}, r"max_seq_len = 19"),
+    ({"max_seq_len": 19}, r"max_seq_len = 19"),
     ({"sinks": SINKS[:4]}, r"sinks.shape"),
 )
-MLA_ROWS: tuple[tuple[Capability, Callable[[Call], Call], str], ...] = (
+MLA_ROWS: tuple[tuple[Capability, Change, str], ...] = (
     (XQA, given(), r"family = 'mla'"),
     (TRTLLM_GEN_MLA, other("block_tables", cut=(T, slice(0, 1))), r"block_tables.stride"),
     (TRTLLM_GEN_MLA, given(block_tables=int32([3], [5])), r"width = 1 .* a multiple of 2"),
     (TRTLLM_GEN_MLA, given(block_tables=int32([3, 1, 0], [5, 0, 0])), r"a multiple of 2"),
-    (FLASH_MLA, lambda c: {"kv_cache": c["kv_cache"].to(FP8)}, r"k_cache.dtype"),
-    (FLASH_MLA, given(kv_cache=torch.zeros(6, 32, 576).bfloat16()), r"page_size = 32"),
-    (FLASH_MLA, given(kv_cache=torch.zeros(6, 64, 1, 576).bfloat16()), r"cache.dim = 4"),
+    (FLASH_MLA, other_cache(0, dtype=FP8), r"k_cache.dtype"),
+    (FLASH_MLA, given(caches=(torch.zeros(6, 32, 576).bfloat16(),)), r"page_size = 32"),
+    (FLASH_MLA, given(caches=(torch.zeros(6, 64, 1, 576).bfloat16(),)), r"cache.dim = 4"),
     (FLASH_MLA, given(q=torch.zeros(4, 129, 576).bfloat16()), r"group_size = 129"),
     (FLASH_MLA, given(seq_lens=int32(70, 0)), r"at least the queries"),
     (FLASH_MLA, given(kv_lora_rank=256), r"kv_lora_rank, .* = \(256, 320\) .* \[\(512, 64\)\]"),
+    (REFERENCE, given(window_left=8), r"window_left = 8 .* -1 for MLA"),
+    (REFERENCE, given(sinks=SINKS), r"sinks = 'a tensor' .* None for MLA"),
     (REFERENCE, given(kv_lora_rank=577), r"kv_lora_rank = 577 .* 1 … 576"),
 )
 
@@ -208,51 +224,52 @@ def row_id(value: object) -> str | None:
 
 
 @pytest.mark.parametrize(("capability", "change", "text"), DECODE_ROWS, ids=row_id)
-def test_decode(capability: Capability, change: Callable[[Call], Call], text: str) -> None:
+def test_decode(capability: Capability, change: Change, text: str) -> None:
     call, kernel = decode_call(), TorchPaged(capability)
     with pytest.raises(KernelRefusal, match=text):
-        kernel.decode(**call | change(call))
+        kernel.decode(DecodeCall(**call | change(call)))
 
 
 @pytest.mark.parametrize(("change", "text"), CONTEXT_ROWS, ids=row_id)
-def test_context(change: Call, text: str) -> None:
+def test_context(change: Arguments, text: str) -> None:
     with pytest.raises(KernelRefusal, match=text):
-        TorchPaged(XQA).context(**context_call() | change)
+        TorchPaged(XQA).context(ContextCall(**context_call() | change))
 
 
 @pytest.mark.parametrize(("capability", "change", "text"), MLA_ROWS, ids=row_id)
-def test_mla_decode(capability: Capability, change: Callable[[Call], Call], text: str) -> None:
+def test_mla_decode(capability: Capability, change: Change, text: str) -> None:
     call = mla_call()
     with pytest.raises(KernelRefusal, match=text):
-        TorchPaged(capability).mla_decode(**call | change(call))
+        TorchPaged(capability).mla_decode(DecodeCall(**call | change(call)))
 
 
 def test_mla_context() -> None:
     call = mla_call()
-    del call["q_len_per_req"], call["max_seq_len"]
+    del call["q_len_per_req"]
     cut = {"cu_seqlens_q": int32(0, 1, 4), "cu_seqlens_k": int32(0, 70, 75)}
-    call |= cut | {"max_q_len": 3, "max_kv_len": 128, "batch_size": 2}
-    TorchPaged(FLASH_MLA).mla_context(**call)
-    with pytest.raises(KernelRefusal, match=r"flash_mla mla_context: batch_size = 1"):
-        TorchPaged(FLASH_MLA).mla_context(**call | {"batch_size": 1})
+    call |= cut | {"max_q_len": 3}
+    TorchPaged(FLASH_MLA).mla_context(ContextCall(**call))
+    with pytest.raises(KernelRefusal, match=r"flash_mla mla_context: cu_seqlens_q length = 2"):
+        TorchPaged(FLASH_MLA).mla_context(ContextCall(**call | {"cu_seqlens_q": int32(0, 4)}))
 
 
 @pytest.mark.parametrize("capability", [REFERENCE, XQA, TRTLLM_GEN_MHA], ids=lambda c: c.name)
 def test_what_is_accepted(capability: Capability) -> None:
     kernel = TorchPaged(capability)
-    kernel.decode(**decode_call())
-    kernel.context(**context_call())
+    kernel.decode(DecodeCall(**decode_call()))
+    kernel.context(ContextCall(**context_call()))
     assert kernel.calls == ["decode", "context"]
 
 
 def test_a_refused_call_is_not_logged() -> None:
     kernel = TorchPaged(XQA)
     with pytest.raises(KernelRefusal):
-        kernel.decode(**decode_call() | {"packed_mask": None})
+        kernel.decode(DecodeCall(**decode_call() | {"packed_mask": None}))
     assert kernel.calls == []
 
 
 def test_fp8_query_where_the_kernel_wants_one() -> None:
     call = decode_call()
-    TorchPaged(TRTLLM_GEN_MHA).decode(**call | fp8_cache(call) | {"q": call["q"].to(FP8)})
-    TorchPaged(XQA).decode(**call | fp8_cache(call))
+    call |= fp8_cache(call)
+    TorchPaged(TRTLLM_GEN_MHA).decode(DecodeCall(**call | {"q": call["q"].to(FP8)}))
+    TorchPaged(XQA).decode(DecodeCall(**call))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fixtures.latency.latency_arms import OwnIteration, PeerIteration, disagreements
+from fixtures.latency.latency_arms import OwnIteration, ReleasedIteration, disagreements
 from fixtures.latency.latency_scene import Scene, set_scene
 from fixtures.tables.latency import Point
 from harness.errors import UsageError
@@ -105,7 +105,7 @@ def test_an_installed_sglang_is_untouched(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_a_release_plans_on_our_scene_as_we_do(folder: Path, scene: Scene) -> None:
-    ours, theirs = OwnIteration(scene), PeerIteration(MADE_UP, scene)
+    ours, theirs = OwnIteration(scene), ReleasedIteration(MADE_UP, scene)
     for mla in (ours, OwnIteration(scene, mla=True)):
         mla.plan()
         mla.record()
@@ -123,7 +123,7 @@ def test_a_release_plans_on_our_scene_as_we_do(folder: Path, scene: Scene) -> No
 def test_a_plan_that_differs_is_told(
     folder: Path, scene: Scene, tensor: str, place: Any, told: str
 ) -> None:
-    ours, theirs = OwnIteration(scene), PeerIteration(MADE_UP, scene)
+    ours, theirs = OwnIteration(scene), ReleasedIteration(MADE_UP, scene)
     ours.record()
     theirs.record()
     getattr(theirs.parts()[1], tensor)[place] += 1
@@ -131,7 +131,7 @@ def test_a_plan_that_differs_is_told(
 
 
 def test_stale_pages_behind_a_request_are_no_difference(folder: Path, scene: Scene) -> None:
-    ours, theirs = OwnIteration(scene), PeerIteration(MADE_UP, scene)
+    ours, theirs = OwnIteration(scene), ReleasedIteration(MADE_UP, scene)
     ours.record()
     theirs.record()
     live = int(-(-ours.parts()[0].lengths[1] // 64))

@@ -17,25 +17,26 @@ from harness.differential.invariants.memory import check_semaphores
 from harness.kernels.checked import CheckedKernel
 from harness.kernels.flash_mla import FlashMLA
 from harness.kernels.flashinfer_xqa import FlashInferXQA
+from harness.kernels.interface import ContextCall
 from harness.kernels.limits.__main__ import AGREES, worst_row
-from harness.kernels.limits.random_calls import Call, Shape, draw
+from harness.kernels.limits.random_calls import RandomCall, Shape, draw
 from harness.kernels.reference import TorchPaged
-from harness.kernels.trtllm_gen import CAPABILITIES
+from harness.kernels.trtllm_gen import CAPABILITY_OF
 from harness.kernels.workspace import shared_workspaces
 
 Kind = Callable[[torch.device], CheckedKernel]
 
 
 def made(kind: Kind, cuda: torch.device) -> CheckedKernel:
-    """The provider, or a skip that says which GPU it needs."""
+    """The kernel, or a skip that says which GPU it needs."""
     if isinstance(kind, partial):
-        reason = device_refusal(CAPABILITIES[kind.args[0]], compute_capability(cuda))
+        reason = device_refusal(CAPABILITY_OF[kind.args[0]], compute_capability(cuda))
         if reason is not None:
             pytest.skip(reason)
     return kind(cuda)
 
 
-def assert_agrees(obtained: torch.Tensor, call: Call, shape: Shape) -> None:
+def assert_agrees(obtained: torch.Tensor, call: RandomCall, shape: Shape) -> None:
     reference = TorchPaged(replace(REFERENCE, casts_query_to_kv_dtype=shape.fp8_query))
     expected = call.on(reference, out_dtype=torch.float32)
     assert worst_row(obtained, expected) <= AGREES[shape.kv_dtype]
@@ -62,18 +63,17 @@ CAPTURED = (
 )
 
 
-def next_batch(call: Call, turn: int) -> None:
+def next_batch(call: RandomCall, turn: int) -> None:
     """Other requests, lengths, cuts and queries in the same tensors; rows swap their pages."""
-    options = call.options
-    tables, lengths = options["block_tables"], options["seq_lens"]
+    arguments = call.arguments
+    tables, lengths, q = arguments.block_tables, arguments.seq_lens, arguments.q
     tables.copy_(tables.roll(1, 0))
     lengths.copy_((lengths.roll(1) - 3 * turn % 5).clamp_min(17))
-    q = call.tensors[0]
     q.copy_(torch.randn(q.shape, generator=torch.Generator().manual_seed(turn)))
-    if "cu_seqlens_q" in options:
+    if isinstance(arguments, ContextCall):
         q_lens = torch.tensor([(5 * turn + 7 * i) % 18 for i in range(len(lengths))])
-        options["cu_seqlens_q"][1:].copy_(q_lens.cumsum(0))
-        options["cu_seqlens_k"][1:].copy_(lengths.cumsum(0))
+        arguments.cu_seqlens_q[1:].copy_(q_lens.cumsum(0))
+        arguments.cu_seqlens_k[1:].copy_(lengths.cumsum(0))
 
 
 @pytest.mark.parametrize(("kind", "shape"), CAPTURED, ids=row_id)

@@ -1,4 +1,4 @@
-"""Every provider answers as the reference kernel does, whatever way its package is to be asked."""
+"""Every real kernel, on a fake of its package, agrees with the reference kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.kernels import flash_mla, flashinfer_xqa, trtllm_gen, workspace
 from harness.kernels.checked import CheckedKernel
 from harness.kernels.flash_mla import FlashMLA
 from harness.kernels.flashinfer_xqa import FlashInferXQA
-from harness.kernels.limits.random_calls import Shape, draw
+from harness.kernels.limits.random_calls import RandomCall, Shape, draw
 from harness.kernels.reference import TorchPaged
 
 
@@ -36,7 +36,7 @@ def assert_agrees(kernel: CheckedKernel, shape: Shape, seed: int = 0) -> None:
     obtained = call.on(kernel)
     reference = TorchPaged(replace(REFERENCE, casts_query_to_kv_dtype=shape.fp8_query))
     expected = call.on(reference, out_dtype=torch.float32)
-    assert obtained.dtype == call.options["out_dtype"]
+    assert obtained.dtype == call.arguments.out_dtype
     torch.testing.assert_close(obtained.float(), expected, rtol=2e-2, atol=1e-2)
 
 
@@ -68,20 +68,17 @@ def test_one_plan_serves_every_batch_of_its_geometry(
     for lengths, q_lens in (((300, 37, 131), (21, 19, 17)), ((21, 300, 1), (21, 0, 1))):
         other = draw(replace(first, lengths=lengths), seed=len(q_lens) + lengths[0])
         ends = torch.tensor((0, *q_lens)).cumsum(0).int()
-        changes = {"cu_seqlens_q": ends, "block_tables": widened(other, call)}
-        changes["max_q_len"] = 21
-        options = other.options | changes
-        obtained = kernel.context(*other.tensors, **options)
-        expected = TorchPaged(REFERENCE).context(
-            *other.tensors, **options | {"out_dtype": torch.float32}
-        )
+        tables = widened(other, call)
+        changes = {"cu_seqlens_q": ends, "block_tables": tables, "max_q_len": 21}
+        obtained = other.on(kernel, **changes)
+        expected = other.on(TorchPaged(REFERENCE), **changes, out_dtype=torch.float32)
         torch.testing.assert_close(obtained.float(), expected, rtol=2e-2, atol=1e-2)
     assert len(context._plans) == 1
 
 
-def widened(call, like) -> torch.Tensor:
+def widened(call: RandomCall, like: RandomCall) -> torch.Tensor:
     """The block tables of a call in the width of another's."""
-    tables, width = call.options["block_tables"], like.options["block_tables"].shape[1]
+    tables, width = call.arguments.block_tables, like.arguments.block_tables.shape[1]
     return torch.nn.functional.pad(tables, (0, width - tables.shape[1]))
 
 
@@ -109,14 +106,13 @@ def test_variants_with_sinks_are_built_for_each_head_size() -> None:
 )
 def test_nothing_is_launched_for_no_request(kind, shape: Shape) -> None:
     call, kernel = draw(shape), kind("cuda")
-    nothing = {"batch_size": 0} if shape.entry.endswith("context") else {}
+    arguments, empty = call.arguments, {"q": call.arguments.q[:0]}
     for name in ("block_tables", "seq_lens"):
-        nothing[name] = call.options[name][:0]
+        empty[name] = getattr(arguments, name)[:0]
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        if name in call.options:
-            nothing[name] = call.options[name][:1]
-    q, *caches = call.tensors
+        if hasattr(arguments, name):
+            empty[name] = getattr(arguments, name)[:1]
     kernel.kernels = {}
-    out = getattr(kernel, shape.entry)(q[:0], *caches, **call.options | nothing)
-    value_dim = 512 if caches[1:] == [] else 64
+    out = call.on(kernel, **empty)
+    value_dim = 512 if len(arguments.caches) == 1 else 64
     assert out.shape == (0, shape.heads, value_dim)

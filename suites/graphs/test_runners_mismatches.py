@@ -134,7 +134,7 @@ def test_what_cannot_be_recorded_is_refused_at_capture() -> None:
         assert batch.seq_lens.max() < 100
         return toy_forward(batch)
 
-    with pytest.raises(CaptureViolation, match=r"test_runners_misfits\.py"):
+    with pytest.raises(CaptureViolation, match=r"test_runners_mismatches\.py"):
         make(forward=reads)
 
 

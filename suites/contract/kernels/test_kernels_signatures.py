@@ -52,7 +52,7 @@ def real(text: str, name: str) -> ast.arguments:
     return named[-1].args
 
 
-def misfits(fake: inspect.Signature, args: ast.arguments) -> list[str]:
+def mismatches(fake: inspect.Signature, args: ast.arguments) -> list[str]:
     """Where a call that the fake binds would not bind to the real parameters, or mean another."""
     positional = [arg.arg for arg in (*args.posonlyargs, *args.args)]
     keyword = positional + [arg.arg for arg in args.kwonlyargs]
@@ -89,7 +89,7 @@ def test_fake_has_the_real_parameters(
     package: tuple[str, str], file: str, fake: Callable[..., Any]
 ) -> None:
     args = real(source(package, file), fake.__qualname__)
-    assert misfits(inspect.signature(fake), args) == []
+    assert mismatches(inspect.signature(fake), args) == []
 
 
 REAL = "def f(a, b, c=1, *, d, e=2): ..."
@@ -107,6 +107,6 @@ REAL = "def f(a, b, c=1, *, d, e=2): ..."
         (lambda a, b, *rest, d: None, "more arguments are not taken"),
     ],
 )
-def test_a_misfit_is_named(fake: Callable[..., Any], text: str | None) -> None:
-    found = misfits(inspect.signature(fake), real(REAL, "f"))
+def test_a_mismatch_is_named(fake: Callable[..., Any], text: str | None) -> None:
+    found = mismatches(inspect.signature(fake), real(REAL, "f"))
     assert text in found if text else found == []
