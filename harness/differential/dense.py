@@ -1,4 +1,4 @@
-"""The dense problem behind a case: query, key and value of every token, no page in sight."""
+"""The dense problem of a case: query, key and value of every token, without pages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from harness.core.case import Case
-from harness.differential.inputs import ROPE_THETA, ProbeWeights
+from harness.differential.input_types import ROPE_THETA, ProbeWeights
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,19 @@ def dense_rows(
 
     Args:
         weights: of the probe model.
-        case: the row; its dtype is what rows are rounded to.
+        case: rows are rounded to its dtype.
         tokens: [n] int64.
         positions: [n] int64.
-        queries: how many of the last tokens have a query.
+        queries: number of the last tokens that have a query.
     """
     dtype = getattr(torch, case.dtype)
-    asking = slice(len(tokens) - queries, None)
-    q, k = weights.q[:, tokens[asking]].double(), weights.k[:, tokens].double()
+    last = slice(len(tokens) - queries, None)
+    q, k = weights.q[:, tokens[last]].double(), weights.k[:, tokens].double()
     if weights.q_rope is None or weights.k_rope is None:
         assert weights.v is not None
         v = weights.v[:, tokens].double()
-        return DenseRows(_rotated(q, positions[asking], dtype), _rotated(k, positions, dtype), v)
-    q_rope = _rotated(weights.q_rope[:, tokens[asking]].double(), positions[asking], dtype)
+        return DenseRows(_rotated(q, positions[last], dtype), _rotated(k, positions, dtype), v)
+    q_rope = _rotated(weights.q_rope[:, tokens[last]].double(), positions[last], dtype)
     k_rope = _rotated(weights.k_rope[:, tokens].double(), positions, dtype)
     return DenseRows(torch.cat((q, q_rope), -1), torch.cat((k, k_rope), -1), k)
 
@@ -59,7 +59,7 @@ def _rotated(x: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> to
     half = x.shape[-1] // 2
     exponent = torch.arange(half, dtype=torch.float64) / half
     angle = positions.double()[:, None, None] * ROPE_THETA**-exponent
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
+    rotated = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
         torch.ones_like(angle), angle
     )
-    return torch.cat((turned.real, turned.imag), -1).to(dtype).double()
+    return torch.cat((rotated.real, rotated.imag), -1).to(dtype).double()

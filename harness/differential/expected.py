@@ -1,4 +1,4 @@
-"""What the oracle expects of a case, and what a plain dense implementation makes of it."""
+"""Expected results of a case: the oracle's, and those of a plain dense implementation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from harness.core.case import Case, Family, KVDtype, Mode
 from harness.core.numerics import PLAIN, Numerics
 from harness.differential.dense import DenseRows, dense_rows
-from harness.differential.inputs import BatchInputs, TrialInputs
+from harness.differential.input_types import BatchInputs, TrialInputs
 from harness.oracle import attend, low_precision_attend, quantize_dequantize
 
 Attend = Callable[..., torch.Tensor]
@@ -19,7 +19,7 @@ Attend = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class OracleAnswer:
-    """T query tokens, request after request; a multi-step draft has num_steps - 1 a request.
+    """T query tokens, request after request; a multi-step draft has num_steps - 1 per request.
 
     Args:
         hidden_states: [T, hidden].
@@ -32,12 +32,12 @@ class OracleAnswer:
 
 @dataclass(frozen=True)
 class Expected:
-    """Both answers, and the cache rows of the new tokens.
+    """Expected outputs, and expected cache rows of the new tokens.
 
     Args:
         oracle: float64.
         reference: the same at the case's dtype; its error is the measure of the budget.
-        keys: [L, T, kv heads, qk dim] float64, what the cache must hold after dequantisation.
+        keys: [L, T, kv heads, qk dim] float64, contents of the cache after dequantization.
         values: [L, T, kv heads, value dim] float64.
     """
 
@@ -49,29 +49,27 @@ class Expected:
 
 def expect(
     inputs: TrialInputs,
-    requests: BatchInputs,
     *,
     fed_tokens: torch.Tensor | None = None,
     numerics: Numerics = PLAIN,
 ) -> Expected:
-    """Judge a case from its dense problem alone.
+    """Expected results of the tested batch, from its dense problem alone.
 
     Args:
         inputs: weights and requests.
-        requests: the batch to judge.
-        fed_tokens: [bs, num_steps - 1] int64, what a multi-step draft really fed itself, so that
-            one near-tie does not change everything after it; its choices are judged apart.
-        numerics: of the kernel; what it rounds is part of the question.
+        fed_tokens: [bs, num_steps - 1] int64, tokens that a multi-step draft really fed itself, so
+            that one near-tie does not change everything after it; its choices are judged apart.
+        numerics: of the kernel; the oracle is asked for what remains after its roundings.
     """
-    case = requests.case
+    case = inputs.case
     rounds_query = case.mode in numerics.rounds_query
-    problems = [_problem(inputs, requests, i, fed_tokens, rounds_query) for i in range(case.bs)]
+    problems = [_problem(inputs, i, fed_tokens, rounds_query) for i in range(case.bs)]
     dtype = getattr(torch, case.dtype)
     rounds_weights = case.mode in numerics.rounds_weights and case.kv_dtype is KVDtype.FP8
     weights_dtype = torch.float8_e4m3fn if rounds_weights else dtype
     plain = partial(low_precision_attend, dtype=dtype, weights_dtype=weights_dtype)
-    oracle = _answer(inputs, requests, problems, attend, torch.float64)
-    reference = _answer(inputs, requests, problems, plain, dtype)
+    oracle = _answer(inputs, problems, attend, torch.float64)
+    reference = _answer(inputs, problems, plain, dtype)
     new = [_tail(rows, n) for rows, n in zip(problems, case.q_lens, strict=True)]
     empty = [_tail(_problem_of_nothing(inputs, case), 0)]
     return Expected(
@@ -88,15 +86,11 @@ def _problem_of_nothing(inputs: TrialInputs, case: Case) -> DenseRows:
 
 
 def _problem(
-    inputs: TrialInputs,
-    requests: BatchInputs,
-    i: int,
-    fed_tokens: torch.Tensor | None,
-    rounds_query: bool,
+    inputs: TrialInputs, i: int, fed_tokens: torch.Tensor | None, rounds_query: bool
 ) -> DenseRows:
-    case = requests.case
-    new = requests.new_tokens[i] if fed_tokens is None else fed_tokens[i].cpu()
-    tokens = torch.cat((requests.history[i], new))
+    case, batch = inputs.case, inputs.tested
+    new = batch.new_tokens[i] if fed_tokens is None else fed_tokens[i].cpu()
+    tokens = torch.cat((batch.history[i], new))
     positions = torch.arange(len(tokens))
     rows = dense_rows(inputs.weights, case, tokens, positions, queries=case.q_lens[i])
     if case.kv_dtype is not KVDtype.FP8:
@@ -121,13 +115,9 @@ def _window(case: Case, layer: int) -> int:
 
 
 def _answer(
-    inputs: TrialInputs,
-    requests: BatchInputs,
-    problems: list[DenseRows],
-    attention: Attend,
-    dtype: torch.dtype,
+    inputs: TrialInputs, problems: list[DenseRows], attention: Attend, dtype: torch.dtype
 ) -> OracleAnswer:
-    case, weights = requests.case, inputs.weights
+    case, weights = inputs.case, inputs.weights
     hidden = [torch.empty(0, weights.hidden_size, dtype=dtype)]
     for rows in problems:
         outputs = [
@@ -143,22 +133,20 @@ def _answer(
             for layer in range(case.num_layers)
         ]
         hidden.append(torch.cat(outputs, -1))
-    states = _with_incoming(torch.cat(hidden), requests, dtype)
+    states = _with_incoming(torch.cat(hidden), inputs.tested, dtype)
     head = weights.lm_head.double() if dtype == torch.float64 else weights.lm_head
     return OracleAnswer(hidden_states=states, logits=states.to(head.dtype) @ head)
 
 
-def _with_incoming(
-    attended: torch.Tensor, requests: BatchInputs, dtype: torch.dtype
-) -> torch.Tensor:
+def _with_incoming(attended: torch.Tensor, batch: BatchInputs, dtype: torch.dtype) -> torch.Tensor:
     """Add half the hidden state before each query token; a multi-step draft feeds its own on."""
-    if requests.hidden_in is None:
+    if batch.hidden_in is None:
         return attended
-    incoming = requests.hidden_in.to(dtype)
-    if requests.case.mode is not Mode.MULTI_STEP_DRAFT:
+    incoming = batch.hidden_in.to(dtype)
+    if batch.case.mode is not Mode.MULTI_STEP_DRAFT:
         return attended + incoming * 0.5
     chained = []
-    for step in attended.unflatten(0, (requests.case.bs, -1)).unbind(1):
+    for step in attended.unflatten(0, (batch.case.bs, -1)).unbind(1):
         incoming = step + incoming * 0.5
         chained.append(incoming)
     return torch.stack(chained, 1).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""What a subject makes of a case: one forward, eager or replayed among other batches."""
+"""One forward of a subject: eager, or a graph replay between replays of decoys."""
 
 from __future__ import annotations
 
@@ -7,32 +7,29 @@ from typing import Any
 
 import torch
 
-from harness.attention.paged_backend import PagedBackend
 from harness.core.case import Case, Execution, Mode
-from harness.differential.forward_batches import make_batch, pad_batch
-from harness.differential.inputs import BatchInputs, TrialInputs
+from harness.differential.forward_batches import pad_batch
+from harness.differential.input_types import TrialInputs
 from harness.differential.invariants import check_frozen, check_padding, frozen
 from harness.differential.pool_state import PoolState, make_pool_state
-from harness.differential.rig import Rig, build, build_runner
+from harness.differential.rig import ForwardOutput, Rig, build
 from harness.graphs.runner import GraphRunner
 from harness.subjects import Subject
-from harness.upstream.forward_batch_info import DraftOutput, ForwardBatch, LogitsProcessorOutput
+from harness.upstream.forward_batch_info import ForwardBatch
 from harness.upstream.memory_pool import SWAKVPool
-
-ForwardOutput = LogitsProcessorOutput | DraftOutput
 
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """What came out, before anybody judged it.
+    """Output of a forward, and the state it left.
 
     Args:
         pool_state: the pools, after the forward.
         before: copies of the cache buffers, from just before the forward.
         output: the real rows.
-        plans: metadata of every planned forward; several in a multi-step draft.
+        plans: metadata of the forward; of a multi-step draft, one per step.
         bucket: rows that were planned, padded ones included.
-        violations: what the execution itself found broken.
+        violations: broken invariants that the execution found, one line each.
     """
 
     pool_state: PoolState
@@ -42,21 +39,24 @@ class ForwardResult:
     bucket: int
     violations: tuple[str, ...] = ()
 
+    @property
+    def inputs(self) -> TrialInputs:
+        """Inputs of the trial."""
+        return self.pool_state.inputs
+
 
 def run_forward(
     subject: Subject, inputs: TrialInputs, execution: Execution, device: torch.device | str = "cpu"
 ) -> ForwardResult:
-    """Run the first batch of a world; its other batches are replayed before and after it."""
-    unread = subject.numerics(device).unread(inputs.batches[0].case)
-    pool_state = make_pool_state(inputs, device, unread)
-    rig = build(subject, pool_state)
+    """Run the tested batch on new pools; a replay has its decoys replayed before and after it."""
+    unread = subject.numerics(device).unread(inputs.case)
+    rig = build(subject, make_pool_state(inputs, device, unread))
     with torch.no_grad():
-        run = _replayed if execution is Execution.GRAPH else _eager
-        return run(subject, pool_state, rig)
+        return _replayed(rig) if execution is Execution.GRAPH else _eager(rig)
 
 
 def decoys(case: Case) -> tuple[Case, ...]:
-    """Batches that leave stale state behind in the case's own bucket and in a larger one."""
+    """Cases that leave stale state in a larger bucket and then in the case's own."""
     own = min(bs for bs in case.capture_bs if bs >= case.bs)
     larger = [bs for bs in sorted(case.capture_bs) if bs > own][:1]
     return tuple(_decoy(case, bs) for bs in (*larger, own))
@@ -74,27 +74,10 @@ def _decoy(case: Case, bs: int) -> Case:
     )
 
 
-def batch_of(pool_state: PoolState, rig: Rig, requests: BatchInputs) -> ForwardBatch:
-    """The batch, with host lengths only for a backend that asks for them."""
-    return make_batch(pool_state, requests, host_lengths=rig.backend.needs_cpu_seq_lens)
-
-
-def plans(rig: Rig) -> tuple[Any, ...]:
-    """The metadata of every backend that was planned."""
-    if isinstance(rig.backend, PagedBackend):
-        return (rig.backend.forward_metadata,)
-    return tuple(backend.forward_metadata for backend in rig.backend.attn_backends)
-
-
-def copies(pool_state: PoolState) -> dict[str, torch.Tensor]:
-    """Copies of every cache buffer, by name."""
-    return {name: buffer.clone() for name, buffer in pool_state.buffers().items()}
-
-
-def _eager(subject: Subject, pool_state: PoolState, rig: Rig) -> ForwardResult:
-    case, requests = pool_state.case, pool_state.inputs.batches[0]
-    before = copies(pool_state)
-    batch = planned = batch_of(pool_state, rig, requests)
+def _eager(rig: Rig) -> ForwardResult:
+    case, pool_state = rig.case, rig.pool_state
+    before = pool_state.copies()
+    batch = planned = rig.batch
     if case.padded_rows:
         width = 1 if case.mode is Mode.MULTI_STEP_DRAFT else max(case.q_lens)
         batch = pad_batch(batch, case.padded_rows, width)
@@ -106,67 +89,62 @@ def _eager(subject: Subject, pool_state: PoolState, rig: Rig) -> ForwardResult:
     rows = case.bs if case.mode is Mode.MULTI_STEP_DRAFT else case.num_tokens
     violations = [
         f"{name}: row {rows + i} of DP padding is not finite [padding]"
-        for name, tensor in _tensors(output).items()
+        for name, tensor in tensors(output).items()
         for i in (~tensor[rows:].flatten(1).isfinite().all(1)).nonzero().flatten().tolist()[:1]
     ]
     return ForwardResult(
-        pool_state, before, _cut(output, rows), plans(rig), case.bs, tuple(violations)
+        pool_state, before, _real_rows(output, rows), rig.plans, case.bs, tuple(violations)
     )
 
 
 def _remap(pool_state: PoolState) -> None:
-    """Map SWA slots anew, as a scheduler that runs ahead may once a forward is planned."""
+    """Change the SWA mapping, as a scheduler that runs ahead may after a forward is planned."""
     if isinstance(pool := pool_state.token_to_kv_pool, SWAKVPool):
         mapping = pool.full_to_swa_index_mapping
         mapping.copy_(mapping.flip(0))
 
 
-def _replayed(subject: Subject, pool_state: PoolState, rig: Rig) -> ForwardResult:
-    requests, *others = pool_state.inputs.batches
-    capture_bs = tuple(batch.case.bs for batch in others)
-    runner = build_runner(subject, pool_state, rig, capture_bs)
-    runner.capture()
-    for other in others:
-        runner.replay(batch_of(pool_state, rig, other))
-    # The last batch of the company shares the case's bucket, so its plan is the one to keep.
-    kept = [frozen(plan) for plan in plans(rig)]
-    before = copies(pool_state)
-    batch = batch_of(pool_state, rig, requests)
-    output = runner.replay(batch)
-    violations = padding(runner, batch)
-    for plan, old in zip(plans(rig), kept, strict=True):
+def _replayed(rig: Rig) -> ForwardResult:
+    pool_state, decoys = rig.pool_state, rig.pool_state.inputs.decoys
+    capture_bs = tuple(decoy.case.bs for decoy in decoys)
+    runner = rig.capture(capture_bs)
+    for decoy in decoys:
+        runner.replay(rig.batch_of(decoy))
+    # The last decoy is in the case's bucket, so its plan is the one that must not move.
+    decoy_plans = [frozen(plan) for plan in rig.plans]
+    before = pool_state.copies()
+    output = runner.replay(rig.batch)
+    violations = check_static_inputs(runner, rig.batch)
+    for plan, old in zip(rig.plans, decoy_plans, strict=True):
         violations += check_frozen(old, frozen(plan))
-    planned = tuple(snapshot(plan) for plan in plans(rig))
-    after = {name: buffer.clone() for name, buffer in pool_state.buffers().items()}
-    held = {name: tensor.clone() for name, tensor in _tensors(output).items()}
-    runner.replay(batch_of(pool_state, rig, others[-1]))
-    for name, tensor in _tensors(output).items():
-        # A NaN is judged by the numbers; here it would hide the cause behind a change that is none.
-        if not torch.allclose(tensor, held[name], rtol=0, atol=0, equal_nan=True):
+    plans = tuple(snapshot(plan) for plan in rig.plans)
+    after = pool_state.copies()
+    output_copies = {name: tensor.clone() for name, tensor in tensors(output).items()}
+    runner.replay(rig.batch_of(decoys[-1]))
+    for name, tensor in tensors(output).items():
+        # A NaN is judged by the numbers; here it would pass for a change.
+        if not torch.allclose(tensor, output_copies[name], rtol=0, atol=0, equal_nan=True):
             violations.append(f"{name} of a replay changed in the next one [lifetime]")
-    for name, buffer in pool_state.buffers().items():
-        buffer.copy_(after[name])
-    return ForwardResult(pool_state, before, output, planned, min(capture_bs), tuple(violations))
+    pool_state.restore(after)
+    return ForwardResult(pool_state, before, output, plans, min(capture_bs), tuple(violations))
 
 
 def snapshot(plan: Any) -> Any:
-    """A plan whose tensors no later replay changes."""
-    tensors = {
-        name: value.clone() for name, value in vars(plan).items() if isinstance(value, torch.Tensor)
-    }
-    return replace(plan, **tensors)
+    """A plan with copies of its tensors, which no later replay changes."""
+    return replace(plan, **{name: tensor.clone() for name, tensor in tensors(plan).items()})
 
 
-def padding(runner: GraphRunner[Any, Any], batch: ForwardBatch) -> list[str]:
-    """Padded elements of static inputs that do not hold their pad, one line a buffer."""
+def check_static_inputs(runner: GraphRunner[Any, Any], batch: ForwardBatch) -> list[str]:
+    """Padded elements of static inputs that do not hold their pad, one line per buffer."""
     padded = runner.padding(batch)
     return check_padding(padded, runner.pads, dict.fromkeys(padded, 0))
 
 
-def _tensors(output: ForwardOutput) -> dict[str, torch.Tensor]:
-    return {k: v for k, v in vars(output).items() if isinstance(v, torch.Tensor)}
+def tensors(fields: Any) -> dict[str, torch.Tensor]:
+    """The tensors among the attributes of an object, by name."""
+    return {k: v for k, v in vars(fields).items() if isinstance(v, torch.Tensor)}
 
 
-def _cut(output: ForwardOutput, rows: int) -> ForwardOutput:
-    cut: dict[str, Any] = {name: tensor[:rows] for name, tensor in _tensors(output).items()}
-    return replace(output, **cut)
+def _real_rows(output: ForwardOutput, rows: int) -> ForwardOutput:
+    real: dict[str, Any] = {name: tensor[:rows] for name, tensor in tensors(output).items()}
+    return replace(output, **real)

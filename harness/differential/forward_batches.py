@@ -1,4 +1,4 @@
-"""The batch a worker would hand a backend, and the same behind DP padding."""
+"""Forward batches as a worker hands them to a backend, with DP padding where the case has it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from harness.core.case import Mode
-from harness.differential.inputs import BatchInputs
+from harness.differential.input_types import BatchInputs
 from harness.differential.pool_state import PoolState
 from harness.upstream.forward_batch_info import (
     EagleDraftExtendInput,
@@ -33,7 +33,13 @@ FORWARD_MODES = {
 def make_batch(
     pool_state: PoolState, requests: BatchInputs, *, host_lengths: bool = False
 ) -> ForwardBatch:
-    """The batch a worker would hand the backend for these requests; host mirrors only if asked."""
+    """The batch of these requests.
+
+    Args:
+        pool_state: pools it reads and writes.
+        requests: of the batch.
+        host_lengths: whether it carries lengths on the host too.
+    """
     case, device = requests.case, pool_state.device
     advanced = case.mode not in (Mode.TARGET_VERIFY, Mode.MULTI_STEP_DRAFT)
     seq_lens = torch.tensor(case.total_lens if advanced else case.prefix_lens, dtype=torch.int64)
@@ -92,12 +98,12 @@ def _spec_info(pool_state: PoolState, requests: BatchInputs) -> SpecInput | None
 
 
 def pad_batch(batch: ForwardBatch, rows: int, width: int) -> ForwardBatch:
-    """The batch after DP padding: ``rows`` query tokens behind the planned ones.
+    """The batch after DP padding: ``rows`` query tokens after the planned ones.
 
     Args:
         batch: a planned batch.
         rows: query tokens to add; not necessarily a multiple of ``width``.
-        width: query tokens a request in one forward.
+        width: query tokens per request in one forward.
     """
     requests = -(-rows // width)
     spec, cache_loc = batch.spec_info, _longer(batch.out_cache_loc, rows)

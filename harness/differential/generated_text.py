@@ -1,4 +1,4 @@
-"""A generated text beside the oracle's: from the prompts to comparisons that a record keeps."""
+"""Comparison of a generated text, and its accept lengths, with the oracle's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.errors import FAILURES, first_line
 
 
 class ExpectedText(Protocol):
-    """What the oracle, or a golden of its, says of one prompt; see ``oracle.Generation``."""
+    """The oracle's answer to one prompt, or a golden of it; see ``oracle.OracleGeneration``."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -22,24 +22,24 @@ class ExpectedText(Protocol):
 
     @property
     def accept_lengths(self) -> tuple[int, ...]:
-        """Tokens a round."""
+        """Tokens per round."""
         ...
 
     @property
     def margins(self) -> tuple[float, ...]:
-        """How decided every token is."""
+        """Top-1 minus top-2 logit of every token, in units of the RMS."""
         ...
 
     @property
     def step_margins(self) -> tuple[float, ...]:
-        """How decided every round is."""
+        """Smallest margin of every round."""
         ...
 
 
 def transcribe(
     engine: Callable[[], Scheduler], prompts: Sequence[Sequence[int]], count: int
 ) -> list[Generation] | str:
-    """``count`` tokens behind every prompt, or in one line how the engine failed."""
+    """``count`` tokens after every prompt, or the engine's failure in one line."""
     try:
         return engine().generate(prompts, count)
     except FAILURES as error:
@@ -47,14 +47,14 @@ def transcribe(
 
 
 def judge_text(obtained: Generation, expected: ExpectedText, tie: float) -> list[Comparison]:
-    """Tokens, accept lengths and their sum against the answer.
+    """Comparisons of tokens, accept lengths and their sum.
 
-    Behind a tie two right texts part ways, and so do their rounds: accept lengths are judged as
+    After a tie two right texts part ways, and so do their rounds: accept lengths are judged as
     far as the texts agree.
 
     Args:
-        obtained: what an engine made of the prompt.
-        expected: what it should have made.
+        obtained: the engine's text.
+        expected: the oracle's.
         tie: largest margin at which either of two tokens may win, see ``tolerance.tie_margin``.
     """
     tokens = compare_tokens(obtained.token_ids, expected.token_ids, expected.margins, tie)

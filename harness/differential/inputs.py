@@ -1,121 +1,38 @@
-"""A case made concrete: tokens, weights, page layouts; plain tensors drawn from the case's seed."""
+"""Inputs of a trial, drawn from the case's seed."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
-from harness.core.case import Case, Family, Layout, Mode
+from harness.core.case import Case, Family, Inputs, Layout, Mode
+from harness.differential.input_types import VOCAB, BatchInputs, ProbeWeights, TrialInputs
+from harness.differential.traced_inputs import by_distance_from_the_end, capacity, with_tracers
 
-VOCAB = 96
-ROPE_THETA = 10_000.0
 
-
-@dataclass(frozen=True)
-class ProbeWeights:
-    """Weights of the probe model: each token has its own query, key and value in each layer.
-
-    L layers, V tokens, H query heads, K KV heads. All float32 holding values of the case's dtype.
+def make_trial_inputs(case: Case, *decoys: Case) -> TrialInputs:
+    """Inputs of a case and of decoys that have its geometry; the case's seed decides everything.
 
     Args:
-        q: [L, V, H, head_dim]; MLA: the absorbed part, head_dim = kv_lora_rank.
-        k: [L, V, K, head_dim]; MLA: the latent, K = 1.
-        v: [L, V, K, head_dim]; MLA: None, the latent again.
-        q_rope: [L, V, H, qk_rope_head_dim], MLA only.
-        k_rope: [L, V, 1, qk_rope_head_dim], MLA only.
-        sinks: [L, H] float32, or None.
-        lm_head: [L * H * head_dim, V].
-        scaling: softmax scale.
+        case: under test; its ``inputs`` say whether keys are random or traced.
+        decoys: cases to replay before and after it.
     """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor | None
-    q_rope: torch.Tensor | None
-    k_rope: torch.Tensor | None
-    sinks: torch.Tensor | None
-    lm_head: torch.Tensor
-    scaling: float
-
-    @property
-    def hidden_size(self) -> int:
-        """L * H * head_dim."""
-        return self.lm_head.shape[0]
+    inputs = _drawn(case, *decoys)
+    if case.inputs is Inputs.TRACED and case.bs:
+        return with_tracers(inputs, by_distance_from_the_end(case)[: capacity(case)])
+    return inputs
 
 
-@dataclass(frozen=True)
-class BatchInputs:
-    """The requests of one case and where they live.
-
-    Args:
-        case: the row.
-        history: [prefix_len] int64 a request, committed token ids.
-        new_tokens: [q_len] int64 a request; in a multi-step draft only the first is fed, the
-            others are the draft's own.
-        hidden_in: [T, hidden] float32 holding values of the case's dtype, the hidden state before
-            each query token (draft modes); [bs, hidden] for a multi-step draft; else None.
-        req_pool_indices: row of the request-to-token table a request.
-        pages: pages of the full pool a request, in token order, enough for total_len and one more
-            round of draft tokens.
-    """
-
-    case: Case
-    history: tuple[torch.Tensor, ...]
-    new_tokens: tuple[torch.Tensor, ...]
-    hidden_in: torch.Tensor | None
-    req_pool_indices: tuple[int, ...]
-    pages: tuple[tuple[int, ...], ...]
-
-    def slots(self, request: int, start: int, stop: int) -> list[int]:
-        """KV slots of tokens start … stop - 1 of a request."""
-        size, pages = self.case.page_size, self.pages[request]
-        return [pages[t // size] * size + t % size for t in range(start, stop)]
-
-    @property
-    def new_slots(self) -> list[list[int]]:
-        """Slots a request that the forward writes."""
-        lens = zip(self.case.prefix_lens, self.case.total_lens, strict=True)
-        return [self.slots(i, start, stop) for i, (start, stop) in enumerate(lens)]
-
-
-@dataclass(frozen=True)
-class TrialInputs:
-    """Everything a subject is built on: weights, and requests of one or more cases in one pool.
-
-    Args:
-        weights: of the probe model.
-        batches: requests of each case, sharing the pool without overlap.
-        num_pages: pages of the full pool, padding page 0 and never-used pages included.
-        swa_page_of: SWA page of each full page (a list over full pages, 0 where unmapped), or None.
-        num_swa_pages: pages of the SWA pool.
-        req_pool_size: rows of the request-to-token table.
-        stale_slots: garbage that fills req_to_token wherever no live token is.
-        traced: (request, position) in the first batch of the keys that outputs name; empty
-            where inputs are random.
-    """
-
-    weights: ProbeWeights
-    batches: tuple[BatchInputs, ...]
-    num_pages: int
-    swa_page_of: tuple[int, ...] | None
-    num_swa_pages: int
-    req_pool_size: int
-    stale_slots: tuple[int, ...]
-    traced: tuple[tuple[int, int], ...] = ()
-
-
-def make_trial_inputs(*cases: Case) -> TrialInputs:
-    """Draw a world for cases of one geometry; the first one's seed decides everything."""
+def _drawn(*cases: Case) -> TrialInputs:
     first = cases[0]
     rng = random.Random(first.seed)
     generator = torch.Generator().manual_seed(first.seed)
     weights = _weights(first)
-    wanted = [_pages_wanted(case) for case in cases]
+    wanted = [_num_pages(case) for case in cases]
     unused = 3
     num_pages = 1 + sum(map(sum, wanted)) + unused
     pages = _lay_out([n for batch in wanted for n in batch], num_pages, first.layout, rng)
@@ -125,7 +42,7 @@ def make_trial_inputs(*cases: Case) -> TrialInputs:
     for case in cases:
         own_pages, pages = pages[: case.bs], pages[case.bs :]
         own_rows, rows = rows[: case.bs], rows[case.bs :]
-        batches.append(_requests(case, own_pages, own_rows, weights.hidden_size, generator))
+        batches.append(_batch(case, own_pages, own_rows, weights.hidden_size, generator))
     swa_page_of = None
     if first.window_left >= 0:
         swa_page_of = _swa_mapping(batches, num_pages, rng)
@@ -133,7 +50,8 @@ def make_trial_inputs(*cases: Case) -> TrialInputs:
     idle = sorted(set(range(1, num_pages)) - used)
     return TrialInputs(
         weights=weights,
-        batches=tuple(batches),
+        tested=batches[0],
+        decoys=tuple(batches[1:]),
         num_pages=num_pages,
         swa_page_of=swa_page_of,
         num_swa_pages=num_pages,
@@ -142,8 +60,8 @@ def make_trial_inputs(*cases: Case) -> TrialInputs:
     )
 
 
-def _pages_wanted(case: Case) -> list[int]:
-    """Enough for a whole round, as a worker allocates before it knows what is accepted."""
+def _num_pages(case: Case) -> list[int]:
+    """Pages per request for a whole round: a worker allocates before it knows what is accepted."""
     lens = case.total_lens
     if case.mode is Mode.DRAFT_EXTEND:
         lens = tuple(prefix + case.num_draft_tokens for prefix in case.prefix_lens)
@@ -183,7 +101,7 @@ def _swa_mapping(
     return tuple(mapping)
 
 
-def _requests(
+def _batch(
     case: Case,
     pages: Sequence[tuple[int, ...]],
     rows: Sequence[int],

@@ -1,8 +1,8 @@
-"""Obtained meets expected: numbers, choices, metadata, and every slot of the cache."""
+"""Comparison of a forward with the oracle: numbers, choices, metadata, every slot of the cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -13,35 +13,46 @@ from harness.core.tolerance import budget, tie_margin
 from harness.differential.compare import Comparison, compare
 from harness.differential.expected import Expected, expect
 from harness.differential.forward import ForwardResult
-from harness.differential.inputs import BatchInputs, TrialInputs
+from harness.differential.input_types import BatchInputs
 from harness.differential.invariants import check_metadata, check_writes
 from harness.differential.invariants.memory import check_semaphores
 from harness.differential.pool_state import PoolState
-from harness.kernels.workspace import shared_workspaces
+from harness.kernels.workspace import Workspace
 from harness.upstream.forward_batch_info import DraftOutput, LogitsProcessorOutput
-from harness.upstream.memory_pool import MLATokenToKVPool, SWAKVPool
 
 # The graph takes a float32 softmax of logits that it also hands out. Against float64 it was off by
 # at most 8e-8 over 124 rows of each dtype; logits rounded to float16 first move it by up to 9e-5.
 TOPK_P_ERROR = 1e-6
 
 
-def judge(result: ForwardResult, execution: Execution, numerics: Numerics) -> list[Comparison]:
-    """Every comparison of a performance, invariants first: they name the cause."""
-    pool_state = result.pool_state
-    inputs, requests, case = pool_state.inputs, pool_state.inputs.batches[0], pool_state.case
+def judge(
+    result: ForwardResult,
+    execution: Execution,
+    numerics: Numerics,
+    workspaces: Sequence[Workspace],
+) -> list[Comparison]:
+    """Every comparison of a forward, invariants first: they name the cause.
+
+    Args:
+        result: of the subject.
+        execution: how it ran.
+        numerics: of its kernel.
+        workspaces: of its kernel; their semaphores must be clean.
+    """
+    inputs, case, batch = result.inputs, result.inputs.case, result.inputs.tested
     fed = None
     if isinstance(result.output, DraftOutput):
         fed = result.output.draft_tokens[:, :-1]
-    expected = expect(inputs, requests, fed_tokens=fed, numerics=numerics)
-    found = [_broken(line) for line in _violations(result, execution)]
-    found += _numbers(result, requests, expected, numerics.budget_factor)
-    found += _cache(pool_state, requests, expected)
+    expected = expect(inputs, fed_tokens=fed, numerics=numerics)
+    violations = [*check_semaphores(workspaces), *_violations(result, execution)]
+    comparisons = [_broken(line) for line in violations]
+    comparisons += _numbers(result, expected, numerics.budget_factor)
+    comparisons += _cache(result.pool_state, expected)
     if isinstance(result.output, DraftOutput):
-        found.append(_draft_tokens(result.output, requests, expected))
+        comparisons.append(_draft_tokens(result.output, batch, expected))
     elif execution is Execution.GRAPH and case.mode is Mode.DRAFT_EXTEND:
-        found.append(_topk(result.output, case, expected))
-    return found
+        comparisons.append(_topk(result.output, case, expected))
+    return comparisons
 
 
 def _broken(line: str) -> Comparison:
@@ -50,120 +61,93 @@ def _broken(line: str) -> Comparison:
     )
 
 
-def _numbers(
-    result: ForwardResult, requests: BatchInputs, expected: Expected, factor: float
-) -> Iterable[Comparison]:
-    case, output = requests.case, result.output
+def _numbers(result: ForwardResult, expected: Expected, factor: float) -> Iterable[Comparison]:
+    case, output = result.inputs.case, result.output
     hidden, logits = output.hidden_states, output.next_token_logits
     if isinstance(output, DraftOutput):
         hidden, logits = hidden.flatten(0, 1), logits.flatten(0, 1)
     oracle, reference = expected.oracle, expected.reference
-    for name, obtained, due, plain in (
+    for name, obtained, exact, plain in (
         ("hidden_states", hidden, oracle.hidden_states, reference.hidden_states),
         ("logits", logits, oracle.logits, reference.logits),
     ):
         allowed = budget(name, case.dtype, case.kv_dtype).times(factor)
-        yield compare(name, obtained, due, plain, allowed, _rows(requests))
+        yield compare(name, obtained, exact, plain, allowed, _rows(result.inputs.tested))
 
 
-def _rows(requests: BatchInputs) -> list[str]:
+def _rows(batch: BatchInputs) -> list[str]:
     """Request, position and page of every query token."""
-    case, size = requests.case, requests.case.page_size
+    case, size = batch.case, batch.case.page_size
     return [
-        f"request {i}, position {t} (page {requests.pages[i][t // size]})"
+        f"request {i}, position {t} (page {batch.pages[i][t // size]})"
         for i in range(case.bs)
         for t in range(case.prefix_lens[i], case.total_lens[i])
     ]
 
 
-def _cache(
-    pool_state: PoolState, requests: BatchInputs, expected: Expected
-) -> Iterable[Comparison]:
-    """What the new tokens left in the cache, dequantised, layer by layer."""
-    case = requests.case
-    slots = torch.tensor([slot for own in requests.new_slots for slot in own], dtype=torch.int64)
+def _cache(pool_state: PoolState, expected: Expected) -> Iterable[Comparison]:
+    """Cache rows of the new tokens, dequantized, layer by layer."""
+    case, batch = pool_state.case, pool_state.inputs.tested
+    slots = torch.tensor([slot for own in batch.new_slots for slot in own], dtype=torch.int64)
     allowed = budget("kv_cache", case.dtype, case.kv_dtype)
     dtype = getattr(torch, case.dtype)
     for layer in range(case.num_layers):
-        keys, values = stored(pool_state, layer, slots)
+        keys, values = pool_state.rows(layer, slots)
         pairs = [("key", keys, expected.keys, case.k_scale)]
         if values is not None:
             pairs.append(("value", values, expected.values, case.v_scale))
-        for name, obtained, due, scale in pairs:
+        for name, obtained, exact, scale in pairs:
             if obtained.element_size() == 1:
                 obtained = (obtained.to(torch.float32) * scale).to(dtype)
-            what = f"kv_cache.{name}{layer}"
-            rounded = due[layer].to(dtype)
             yield compare(
-                what,
+                f"kv_cache.{name}{layer}",
                 obtained.flatten(1),
-                due[layer].flatten(1),
-                rounded.flatten(1),
+                exact[layer].flatten(1),
+                exact[layer].to(dtype).flatten(1),
                 allowed,
-                _rows(requests),
+                _rows(batch),
             )
 
 
-def stored(
-    pool_state: PoolState, layer: int, slots: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Keys and values of a layer as they lie in the cache, at slots [n] of the full pool."""
-    pool = pool_state.token_to_kv_pool
-    if isinstance(pool, MLATokenToKVPool):
-        return pool.kv_buffer[layer][slots], None
-    if isinstance(pool, SWAKVPool):
-        part = pool.swa_pool if layer % 2 else pool.full_pool
-        where = (
-            _swa_slots(pool_state.inputs, slots.tolist(), pool.page_size) if layer % 2 else slots
-        )
-        index = layer // 2
-        return part.k_buffer[index][where], part.v_buffer[index][where]
-    return pool.k_buffer[layer][slots], pool.v_buffer[layer][slots]
-
-
-def _swa_slots(inputs: TrialInputs, slots: list[int], page_size: int) -> list[int]:
-    assert inputs.swa_page_of is not None
-    return [inputs.swa_page_of[slot // page_size] * page_size + slot % page_size for slot in slots]
-
-
 def _violations(result: ForwardResult, execution: Execution) -> list[str]:
-    pool_state, case = result.pool_state, result.pool_state.case
-    requests = pool_state.inputs.batches[0]
-    found = [*result.violations, *check_semaphores(shared_workspaces())]
-    new = {slot for own in requests.new_slots for slot in own}
-    swa = set()
-    if pool_state.inputs.swa_page_of is not None:
-        swa = set(_swa_slots(pool_state.inputs, sorted(new), case.page_size))
-    due = {name: swa if name.startswith("swa.") else new for name in result.before}
-    padding = range(case.page_size)
-    after = {name: buffer.clone() for name, buffer in pool_state.buffers().items()}
+    """Broken invariants of the execution, of the written slots, and of the metadata."""
+    lines = [*result.violations, *_wrong_writes(result)]
+    if result.inputs.case.mode is not Mode.IDLE:
+        for step in range(len(result.plans)):
+            lines += _wrong_metadata(result, step, execution)
+    return lines
+
+
+def _wrong_writes(result: ForwardResult) -> list[str]:
+    inputs, page_size = result.inputs, result.inputs.case.page_size
+    full = {slot for own in inputs.tested.new_slots for slot in own}
+    swa = set() if inputs.swa_page_of is None else set(inputs.swa_slots(sorted(full)))
+    written = {name: swa if name.startswith("swa.") else full for name in result.before}
+    after = result.pool_state.copies()
     for name, buffer in after.items():
-        buffer[padding] = result.before[name][padding]
-    found += check_writes(result.before, after, due, case.page_size)
-    if case.mode is Mode.IDLE:
-        return found
-    pages = [list(own) for own in requests.pages]
-    mapping = pool_state.inputs.swa_page_of
-    swa_pages = None if mapping is None else [[mapping[p] for p in own] for own in pages]
-    for step, plan in enumerate(result.plans):
-        prefix_lens, q_lens = planned_lens(case, step, result.bucket, execution)
-        is_replayed_draft = case.mode is Mode.MULTI_STEP_DRAFT and execution is Execution.GRAPH
-        later_steps = len(result.plans) - 1 - step if is_replayed_draft else 0
-        found += check_metadata(
-            plan,
-            prefix_lens=prefix_lens,
-            q_lens=q_lens,
-            pages=pages,
-            page_size=case.page_size,
-            num_pages=pool_state.inputs.num_pages,
-            swa_pages=swa_pages,
-            num_swa_pages=pool_state.inputs.num_swa_pages,
-            table_headroom=later_steps,
-            packed_q_lens=[*case.q_lens, *[1] * (result.bucket - case.bs)]
-            if case.mode is Mode.DRAFT_EXTEND
-            else None,
-        )
-    return found
+        buffer[:page_size] = result.before[name][:page_size]
+    return check_writes(result.before, after, written, page_size)
+
+
+def _wrong_metadata(result: ForwardResult, step: int, execution: Execution) -> list[str]:
+    inputs, case, bucket = result.inputs, result.inputs.case, result.bucket
+    pages = [list(own) for own in inputs.tested.pages]
+    mapping = inputs.swa_page_of
+    prefix_lens, q_lens = planned_lens(case, step, bucket, execution)
+    is_replayed_draft = case.mode is Mode.MULTI_STEP_DRAFT and execution is Execution.GRAPH
+    is_ragged = case.mode is Mode.DRAFT_EXTEND
+    return check_metadata(
+        result.plans[step],
+        prefix_lens=prefix_lens,
+        q_lens=q_lens,
+        pages=pages,
+        page_size=case.page_size,
+        num_pages=inputs.num_pages,
+        swa_pages=None if mapping is None else [[mapping[p] for p in own] for own in pages],
+        num_swa_pages=inputs.num_swa_pages,
+        table_headroom=len(result.plans) - 1 - step if is_replayed_draft else 0,
+        packed_q_lens=[*case.q_lens, *[1] * (bucket - case.bs)] if is_ragged else None,
+    )
 
 
 def planned_lens(
@@ -187,19 +171,17 @@ def planned_lens(
             return prefix + [0] * padded, q_lens + [1] * padded
 
 
-def _draft_tokens(output: DraftOutput, requests: BatchInputs, expected: Expected) -> Comparison:
+def _draft_tokens(output: DraftOutput, batch: BatchInputs, expected: Expected) -> Comparison:
     """The first token is the given one; each other is the oracle's choice after the ones before."""
-    case, steps = requests.case, requests.case.num_steps - 1
-    given = torch.stack([tokens[0] for tokens in requests.new_tokens])
+    case, steps = batch.case, batch.case.num_steps - 1
+    given = torch.stack([tokens[0] for tokens in batch.new_tokens])
     drafted = output.draft_tokens.cpu()
     if drafted.shape != (case.bs, steps + 1) or not torch.equal(drafted[:, 0], given):
         message = f"draft_tokens: first tokens {drafted[:, 0].tolist()}, expected {given.tolist()}"
         return Comparison(
             quantity="draft_tokens", verdict=Verdict.WRONG_TOKENS, error=torch.inf, message=message
         )
-    return _choices(
-        "draft_tokens", drafted[:, 1:].flatten(), expected.oracle.logits, case, requests
-    )
+    return _choices("draft_tokens", drafted[:, 1:].flatten(), expected.oracle.logits, case, batch)
 
 
 def _topk(output: LogitsProcessorOutput, case: Case, expected: Expected) -> Comparison:
@@ -209,8 +191,8 @@ def _topk(output: LogitsProcessorOutput, case: Case, expected: Expected) -> Comp
             quantity="topk", verdict=Verdict.WRONG_SHAPE, error=torch.inf, message="topk: none"
         )
     last = torch.tensor(case.q_lens).cumsum(0) - 1
-    due = output.next_token_logits.cpu()[last].double().softmax(-1).amax(-1)
-    if (worst := float((output.topk_p[:, 0].cpu() - due).abs().max())) > TOPK_P_ERROR:
+    expected_p = output.next_token_logits.cpu()[last].double().softmax(-1).amax(-1)
+    if (worst := float((output.topk_p[:, 0].cpu() - expected_p).abs().max())) > TOPK_P_ERROR:
         message = f"topk_p: off by {worst:.2e} from the softmax of the last accepted row"
         return Comparison(
             quantity="topk",
@@ -227,21 +209,21 @@ def _choices(
     chosen: torch.Tensor,
     logits: torch.Tensor,
     case: Case,
-    requests: BatchInputs | None,
+    batch: BatchInputs | None,
 ) -> Comparison:
     """A choice is right where it is the oracle's top-1, or ties with it."""
     tie = tie_margin(case.dtype)
     rms = logits.square().mean(-1).sqrt()
-    behind = (logits.amax(-1) - logits.gather(-1, chosen[:, None])[:, 0]) / rms
-    row = int(behind.argmax())
-    wrong = bool(behind[row] > tie)
-    where = f"row {row}" if requests is None else _rows(requests)[row]
+    margin = (logits.amax(-1) - logits.gather(-1, chosen[:, None])[:, 0]) / rms
+    row = int(margin.argmax())
+    wrong = bool(margin[row] > tie)
+    where = f"row {row}" if batch is None else _rows(batch)[row]
     best = int(logits[row].argmax())
     message = f"{quantity}: token {int(chosen[row])} at {where}, expected {best}" if wrong else ""
     return Comparison(
         quantity=quantity,
         verdict=Verdict.WRONG_TOKENS if wrong else Verdict.PASSED,
-        error=float(behind[row]),
+        error=float(margin[row]),
         allowed=tie,
         where=where,
         message=message,

@@ -1,4 +1,4 @@
-"""A world on a device: pools with the history in place and poison everywhere else, and batches."""
+"""The pools of a trial: history where requests own slots, poison everywhere else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from harness.core.case import Case, Family, KVDtype
 from harness.differential.dense import dense_rows
-from harness.differential.inputs import BatchInputs, TrialInputs
+from harness.differential.input_types import BatchInputs, TrialInputs
 from harness.differential.traced_inputs import PADDING, UNOWNED, tracer_row
 from harness.upstream.allocator import PADDING_SLOT, ReqToTokenPool
 from harness.upstream.memory_pool import KVPool, MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
@@ -20,7 +20,7 @@ PADDING_VALUE = 100.0
 
 @dataclass(frozen=True)
 class PoolState:
-    """A world's pools on one device."""
+    """The pools of a trial on one device."""
 
     inputs: TrialInputs
     req_to_token_pool: ReqToTokenPool
@@ -29,8 +29,8 @@ class PoolState:
 
     @property
     def case(self) -> Case:
-        """The case under test; other batches of the world are its company."""
-        return self.inputs.batches[0].case
+        """The case under test."""
+        return self.inputs.case
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Every cache buffer by name, [slots, …]."""
@@ -45,6 +45,28 @@ class PoolState:
             for i, buffer in enumerate(buffers)
         }
 
+    def copies(self) -> dict[str, torch.Tensor]:
+        """Copies of every cache buffer, by name."""
+        return {name: buffer.clone() for name, buffer in self.buffers().items()}
+
+    def restore(self, copies: dict[str, torch.Tensor]) -> None:
+        """Write copies of every cache buffer back."""
+        for name, buffer in self.buffers().items():
+            buffer.copy_(copies[name])
+
+    def rows(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Cached keys and values of a layer at slots [n] of the full pool; of MLA no values."""
+        pool = self.token_to_kv_pool
+        if isinstance(pool, MLATokenToKVPool):
+            return pool.kv_buffer[layer][slots], None
+        if isinstance(pool, MHATokenToKVPool):
+            return pool.k_buffer[layer][slots], pool.v_buffer[layer][slots]
+        part, index = pool.full_pool, layer // 2
+        if layer % 2:
+            part = pool.swa_pool
+            slots = torch.tensor(self.inputs.swa_slots(slots.tolist()), dtype=torch.int64)
+        return part.k_buffer[index][slots], part.v_buffer[index][slots]
+
 
 def _swa_parts(pool: SWAKVPool) -> dict[str, MHATokenToKVPool]:
     return {"full.": pool.full_pool, "swa.": pool.swa_pool}
@@ -57,11 +79,11 @@ def make_pool_state(
 
     Args:
         inputs: what to set up.
-        device: where.
-        unread: what slots hold that no query may see.
+        device: of the pools.
+        unread: value of slots that no query may see.
     """
     device = torch.device(device)
-    case = inputs.batches[0].case
+    case = inputs.case
     table = ReqToTokenPool(inputs.req_pool_size, case.max_total_len + case.page_size, device)
     stale = torch.tensor(inputs.stale_slots, dtype=torch.int32, device=device)
     table.req_to_token.copy_(
@@ -73,16 +95,16 @@ def make_pool_state(
     for name, buffer in pool_state.buffers().items():
         unowned, padding = torch.full((), unread), torch.full((), PADDING_VALUE)
         if inputs.traced:
-            unowned, padding = (tracer_row(inputs, name, mark) for mark in (UNOWNED, PADDING))
+            unowned, padding = (tracer_row(inputs, name, token) for token in (UNOWNED, PADDING))
         buffer.copy_(unowned.to(buffer.dtype).expand_as(buffer))
         buffer[: case.page_size] = padding.to(device=device, dtype=buffer.dtype)
-    for requests in inputs.batches:
-        _write(pool_state, requests)
+    for batch in inputs.batches:
+        _write(pool_state, batch)
     return pool_state
 
 
 def _kv_pool(inputs: TrialInputs, device: torch.device) -> KVPool:
-    case = inputs.batches[0].case
+    case = inputs.case
     auto = case.kv_dtype is KVDtype.AUTO
     dtype = getattr(torch, case.dtype if auto else case.kv_dtype)
     common = {"page_size": case.page_size, "dtype": dtype, "device": device}
@@ -120,36 +142,36 @@ def _kv_pool(inputs: TrialInputs, device: torch.device) -> KVPool:
     return hybrid
 
 
-def _write(pool_state: PoolState, requests: BatchInputs) -> None:
-    """Point the table at every slot of a request and put its history there."""
-    case = requests.case
-    for i, row in enumerate(requests.req_pool_indices):
-        slots = requests.slots(i, 0, len(requests.pages[i]) * case.page_size)
+def _write(pool_state: PoolState, batch: BatchInputs) -> None:
+    """Enter every slot of the batch in the table, and write their history."""
+    case = batch.case
+    for i, row in enumerate(batch.req_pool_indices):
+        slots = batch.slots(i, 0, len(batch.pages[i]) * case.page_size)
         table = pool_state.req_to_token_pool.req_to_token
         table[row, : len(slots)] = torch.tensor(slots, dtype=torch.int32, device=pool_state.device)
-        write_kv(pool_state, requests, i, requests.history[i], start=0)
+        write_kv(pool_state, batch, i, batch.history[i], start=0)
 
 
 def write_kv(
-    pool_state: PoolState, requests: BatchInputs, request: int, tokens: torch.Tensor, start: int
+    pool_state: PoolState, batch: BatchInputs, request: int, tokens: torch.Tensor, start: int
 ) -> None:
-    """Put keys and values of tokens [n] at positions start … into the cache of a request."""
-    case = requests.case
+    """Write keys and values of tokens [n] at positions start … of a request into the cache."""
+    case = batch.case
     positions = torch.arange(start, start + len(tokens))
     rows = dense_rows(pool_state.inputs.weights, case, tokens, positions, queries=0)
-    slots = torch.tensor(requests.slots(request, start, start + len(tokens)), dtype=torch.int64)
+    slots = torch.tensor(batch.slots(request, start, start + len(tokens)), dtype=torch.int64)
     pool = pool_state.token_to_kv_pool
     for layer in range(case.num_layers):
         k, v = rows.k[layer], rows.v[layer]
         if isinstance(pool, MLATokenToKVPool):
-            _store(pool.kv_buffer[layer], slots, k.flatten(1), case.k_scale)
+            _write_rows(pool.kv_buffer[layer], slots, k.flatten(1), case.k_scale)
             continue
-        part, index, where = _place(pool, layer, slots)
-        _store(part.k_buffer[index], where, k, case.k_scale)
-        _store(part.v_buffer[index], where, v, case.v_scale)
+        part, index, where = _layer_slots(pool, layer, slots)
+        _write_rows(part.k_buffer[index], where, k, case.k_scale)
+        _write_rows(part.v_buffer[index], where, v, case.v_scale)
 
 
-def _place(
+def _layer_slots(
     pool: MHATokenToKVPool | SWAKVPool, layer: int, slots: torch.Tensor
 ) -> tuple[MHATokenToKVPool, int, torch.Tensor]:
     if isinstance(pool, MHATokenToKVPool):
@@ -159,7 +181,9 @@ def _place(
     return pool.swa_pool, layer // 2, pool.full_to_swa_index_mapping.cpu()[slots]
 
 
-def _store(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, scale: float) -> None:
+def _write_rows(
+    buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, scale: float
+) -> None:
     mapped = slots != PADDING_SLOT
     slots, rows = slots[mapped], rows[mapped]
     if buffer.element_size() == 1:

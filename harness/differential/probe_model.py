@@ -1,11 +1,11 @@
-"""The probe: a model that is nothing but attention, so that an error points at attention."""
+"""The probe model: attention alone, so that an error is an error of attention."""
 
 from __future__ import annotations
 
 import torch
 
 from harness.core.case import Case, Family
-from harness.differential.inputs import ROPE_THETA, ProbeWeights
+from harness.differential.input_types import ROPE_THETA, ProbeWeights
 from harness.upstream.forward_batch_info import (
     EagleDraftExtendInput,
     EagleDraftInput,
@@ -27,14 +27,14 @@ class ProbeModel:
     ) -> None:
         dtype = getattr(torch, case.dtype)
 
-        def place(table: torch.Tensor) -> torch.Tensor:
+        def placed(table: torch.Tensor) -> torch.Tensor:
             return table.to(device=device, dtype=dtype)
 
-        self.q, self.k = place(weights.q), place(weights.k)
-        self.v = self.k if weights.v is None else place(weights.v)
+        self.q, self.k = placed(weights.q), placed(weights.k)
+        self.v = self.k if weights.v is None else placed(weights.v)
         self.rope = None
         if weights.q_rope is not None and weights.k_rope is not None:
-            self.rope = place(weights.q_rope), place(weights.k_rope)
+            self.rope = placed(weights.q_rope), placed(weights.k_rope)
         self.lm_head = weights.lm_head.to(device)
         sinks = None if weights.sinks is None else weights.sinks.to(device)
         self.layers = [
@@ -85,8 +85,8 @@ def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     exponent = torch.arange(half, device=x.device, dtype=torch.float64) / half
     angle = positions[:, None, None].double() * ROPE_THETA**-exponent
     low, high = x[..., :half].double(), x[..., half:].double()
-    turned = (low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin())
-    return torch.cat(turned, -1).to(x.dtype)
+    rotated = (low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin())
+    return torch.cat(rotated, -1).to(x.dtype)
 
 
 def _layer(case: Case, layer_id: int, scaling: float, sinks: torch.Tensor | None) -> RadixAttention:

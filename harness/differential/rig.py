@@ -1,17 +1,19 @@
-"""A subject built on pools for one case: its kernel, its backend, its forward, its graph runner."""
+"""A subject built on the pools of a trial: kernel, backend, forward, graph runners."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from harness.attention.multi_step_draft import PagedMultiStepDraftBackend
 from harness.attention.paged_backend import PagedBackend
-from harness.core.case import Mode
-from harness.differential.forward_batches import FORWARD_MODES
+from harness.core.case import Case, Mode
+from harness.differential.forward_batches import FORWARD_MODES, make_batch
+from harness.differential.input_types import BatchInputs
 from harness.differential.pool_state import PoolState
 from harness.differential.probe_model import ProbeModel
 from harness.engine.draft import multi_step_draft
@@ -25,23 +27,74 @@ from harness.kernels.registry import new_kernel
 from harness.subjects import Subject
 from harness.upstream.forward_batch_info import DraftOutput, ForwardBatch, LogitsProcessorOutput
 
-Forward = Callable[[ForwardBatch], LogitsProcessorOutput | DraftOutput]
+ForwardOutput = LogitsProcessorOutput | DraftOutput
+Forward = Callable[[ForwardBatch], ForwardOutput]
 
 
 @dataclass(frozen=True)
 class Rig:
-    """A subject built on a stage for the mode of the stage's case."""
+    """A subject on the pools of a case.
 
+    Args:
+        subject: backend and kernel.
+        pool_state: the pools, and the inputs of the case and its decoys.
+        kernel: shared by every backend of the rig.
+        backend: the subject's for the mode of the case.
+        forward: the probe model's, over a planned batch.
+    """
+
+    subject: Subject
+    pool_state: PoolState
     kernel: Kernel
     backend: PagedBackend | PagedMultiStepDraftBackend
     forward: Forward
 
+    @property
+    def case(self) -> Case:
+        """The case under test."""
+        return self.pool_state.case
+
+    @cached_property
+    def batch(self) -> ForwardBatch:
+        """The batch under test."""
+        return self.batch_of(self.pool_state.inputs.tested)
+
+    def batch_of(self, requests: BatchInputs) -> ForwardBatch:
+        """A batch on the rig's pools, with host lengths only for a backend that needs them."""
+        return make_batch(self.pool_state, requests, host_lengths=self.backend.needs_cpu_seq_lens)
+
+    @property
+    def planners(self) -> list[PagedBackend]:
+        """The backends that plan: one, or one per draft step."""
+        if isinstance(self.backend, PagedBackend):
+            return [self.backend]
+        return list(self.backend.attn_backends)
+
+    @property
+    def plans(self) -> tuple[Any, ...]:
+        """Metadata of every planner; an idle forward has none."""
+        plans = (planner.forward_metadata for planner in self.planners)
+        return tuple(plan for plan in plans if plan is not None)
+
+    def run_eager(self, batch: ForwardBatch) -> ForwardOutput:
+        """Plan a batch and run its forward."""
+        self.backend.init_forward_metadata(batch)
+        return self.forward(batch)
+
+    def capture(
+        self, capture_bs: tuple[int, ...], graph: GraphFactory | None = None
+    ) -> GraphRunner[Any, Any]:
+        """A captured runner of the case's mode; by default on graphs of the device."""
+        runner = _runner(self, capture_bs, graph or new_graph(self.pool_state.device))
+        runner.capture()
+        return runner
+
 
 def build(subject: Subject, pool_state: PoolState) -> Rig:
-    """Provider, backend and probe model of a subject, wired to the stage's pools."""
-    case = pool_state.case
-    kernel = new_kernel(subject.family, subject.capability, pool_state.device)
-    model = ProbeModel(pool_state.inputs.weights, case, pool_state.device)
+    """The rig of a subject: a new kernel, backend and probe model."""
+    case, device = pool_state.case, pool_state.device
+    kernel = new_kernel(subject.family, subject.capability, device)
+    model = ProbeModel(pool_state.inputs.weights, case, device)
     pools: dict[str, Any] = {
         "kernel": kernel,
         "req_to_token_pool": pool_state.req_to_token_pool,
@@ -49,33 +102,26 @@ def build(subject: Subject, pool_state: PoolState) -> Rig:
         "max_context_len": case.max_context_len,
         "num_draft_tokens": case.num_draft_tokens,
         "speculative_num_steps": case.num_steps,
-        "device": pool_state.device,
+        "device": device,
     }
     if case.mode is Mode.MULTI_STEP_DRAFT:
         steps = subject.draft_backend(**pools)
-        return Rig(kernel, steps, multi_step_draft(model, steps))
+        return Rig(subject, pool_state, kernel, steps, multi_step_draft(model, steps))
     backend = subject.backend(**pools)
 
     def forward(batch: ForwardBatch) -> LogitsProcessorOutput:
         served = batch.with_changes(attn_backend=backend)
         return model.forward(batch.input_ids, batch.positions, served)
 
-    return Rig(kernel, backend, forward)
+    return Rig(subject, pool_state, kernel, backend, forward)
 
 
-def build_runner(
-    subject: Subject,
-    pool_state: PoolState,
-    rig: Rig,
-    capture_bs: tuple[int, ...],
-    graph: GraphFactory | None = None,
-) -> GraphRunner[Any, Any]:
-    """The graph runner of the stage's mode, not yet captured; by default on the device's graphs."""
-    case = pool_state.case
+def _runner(rig: Rig, capture_bs: tuple[int, ...], graph: GraphFactory) -> GraphRunner[Any, Any]:
+    case, pool_state = rig.case, rig.pool_state
     common: dict[str, Any] = {
         "forward": rig.forward,
         "attn_backend": rig.backend,
-        "new_graph": graph or new_graph(pool_state.device),
+        "new_graph": graph,
         "capture_bs": capture_bs,
         "req_to_token_pool": pool_state.req_to_token_pool,
         "token_to_kv_pool": pool_state.token_to_kv_pool,
@@ -87,7 +133,7 @@ def build_runner(
         return DraftRunner(num_tokens_per_req=case.num_steps - 1, **common)
     mode = FORWARD_MODES[case.mode]
     if case.mode in (Mode.DRAFT_EXTEND, Mode.DRAFT_EXTEND_V2):
-        return subject.draft_extend_runner(
+        return rig.subject.draft_extend_runner(
             mode=mode, num_tokens_per_req=case.num_draft_tokens, **common
         )
     width = case.num_draft_tokens if case.mode is Mode.TARGET_VERIFY else 1

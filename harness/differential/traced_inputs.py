@@ -1,8 +1,8 @@
-"""Watched keys: a world whose attention outputs name the keys that were read.
+"""Traced inputs: attention outputs name the keys that were read.
 
-Queries are zero, so every key weighs the same, and a token's value is loud in one column of its
-own: a column is zero exactly where no key of that token was read. Every watched position has its
-own token; slots nobody owns, the padding page, and batches that ran before have one each.
+Queries are zero, so every key weighs the same, and a token's value is non-zero in one column of
+its own: a column is zero exactly where no key of that token was read. Every traced position has
+its own token; slots nobody owns, the padding page, and the decoys have one each.
 """
 
 from __future__ import annotations
@@ -11,21 +11,12 @@ from dataclasses import replace
 
 import torch
 
-from harness.core.case import Case, Family, Inputs, KVDtype, Mode
-from harness.differential.inputs import BatchInputs, ProbeWeights, TrialInputs
-from harness.differential.inputs import make_trial_inputs as make_random_inputs
-from harness.differential.key_tracers import TracerReading, read_watch, watch
+from harness.core.case import Case, Family, KVDtype, Mode
+from harness.differential.input_types import BatchInputs, ProbeWeights, TrialInputs
+from harness.differential.key_tracers import TracerReading, make_tracer, read_tracer
 
 # Tokens; the first has no column.
 SILENT, DRAFTED, DECOY, UNOWNED, PADDING, FIRST_TRACED = range(6)
-
-
-def make_trial_inputs(*cases: Case) -> TrialInputs:
-    """A world of one geometry; the first case's inputs decide of what kind."""
-    inputs = make_random_inputs(*cases)
-    if cases[0].inputs is Inputs.TRACED and cases[0].bs:
-        return with_tracers(inputs, by_distance_from_the_end(cases[0])[: capacity(cases[0])])
-    return inputs
 
 
 def by_distance_from_the_end(case: Case) -> list[tuple[int, int]]:
@@ -39,37 +30,40 @@ def by_distance_from_the_end(case: Case) -> list[tuple[int, int]]:
 
 
 def capacity(case: Case) -> int:
-    """Positions that one world can watch."""
+    """Positions that one forward can trace."""
     return _columns(case) - FIRST_TRACED + 1
 
 
 def with_tracers(inputs: TrialInputs, keys: list[tuple[int, int]]) -> TrialInputs:
-    """The world with its layouts and lengths, watching these (request, position)."""
-    first = inputs.batches[0]
+    """The inputs with their layouts and lengths, tracing these (request, position)."""
     tokens = {key: FIRST_TRACED + i for i, key in enumerate(keys)}
     return replace(
         inputs,
-        weights=_weights(first.case, inputs.weights),
-        batches=(_told(first, tokens), *(_told(other, None) for other in inputs.batches[1:])),
+        weights=_weights(inputs.case, inputs.weights),
+        tested=_retokenized(inputs.tested, tokens),
+        decoys=tuple(_retokenized(decoy, None) for decoy in inputs.decoys),
         traced=tuple(keys),
     )
 
 
 def tokens_read(inputs: TrialInputs, hidden_states: torch.Tensor) -> list[list[TracerReading]]:
-    """What each query read in each layer, as tokens: ``hidden_states`` [T, L * heads * value dim].
+    """Tokens that each query read in each layer.
 
-    A multi-step draft's are taken after what it fed on is subtracted.
+    Args:
+        inputs: traced ones.
+        hidden_states: [T, L * heads * value dim]; of a multi-step draft, less what each step was
+            fed.
     """
-    case = inputs.batches[0].case
+    case = inputs.case
     kv_heads, dim = _value_shape(case)
     tokens = range(DRAFTED, 1 + _columns(case))
     rows = hidden_states.cpu().unflatten(1, (case.num_layers, -1, dim))
-    return [[read_watch(layer, tokens, kv_heads) for layer in row] for row in rows]
+    return [[read_tracer(layer, tokens, kv_heads) for layer in row] for row in rows]
 
 
 def tracer_row(inputs: TrialInputs, buffer: str, token: int) -> torch.Tensor:
-    """What a slot of a cache buffer holds to show as ``token``: float32, shaped like the slot."""
-    case, weights = inputs.batches[0].case, inputs.weights
+    """The row of a cache buffer that reads as ``token``: float32, shaped like a slot."""
+    case, weights = inputs.case, inputs.weights
     if case.family is Family.MLA:
         return (
             torch.cat((weights.k[0, token, 0], torch.zeros(case.qk_rope_head_dim))) / case.k_scale
@@ -95,13 +89,13 @@ def _weights(case: Case, drawn: ProbeWeights) -> ProbeWeights:
     kv_heads, dim = _value_shape(case)
     columns = _columns(case)
     shape = {"heads": case.num_q_heads, "kv_heads": kv_heads, "dim": dim, "v_dim": dim}
-    every = range(DRAFTED, 1 + columns)
-    probe = watch(every, total=1 + columns, q_len=1 + columns, latent=mla, **shape)
+    tokens = range(DRAFTED, 1 + columns)
+    tracer = make_tracer(tokens, total=1 + columns, q_len=1 + columns, latent=mla, **shape)
     # In an FP8 cache a column holds the same power of two whatever the scale.
     scale = 1.0
     if case.kv_dtype is KVDtype.FP8:
         scale = case.k_scale if mla else case.v_scale
-    k, v = probe.k * scale, probe.v * scale
+    k, v = tracer.k * scale, tracer.v * scale
 
     def layers(table: torch.Tensor) -> torch.Tensor:
         return table.expand(case.num_layers, *table.shape).clone()
@@ -111,7 +105,7 @@ def _weights(case: Case, drawn: ProbeWeights) -> ProbeWeights:
     lm_head[:, DRAFTED] = drawn.hidden_size**-0.5
     rope = torch.zeros(1 + columns, case.num_q_heads, case.qk_rope_head_dim)
     return ProbeWeights(
-        q=layers(probe.q),
+        q=layers(tracer.q),
         k=layers(k),
         v=None if mla else layers(v),
         q_rope=layers(rope) if mla else None,
@@ -122,9 +116,9 @@ def _weights(case: Case, drawn: ProbeWeights) -> ProbeWeights:
     )
 
 
-def _told(requests: BatchInputs, tokens: dict[tuple[int, int], int] | None) -> BatchInputs:
-    """The requests with every token renamed; ``tokens`` of None are those of another batch."""
-    case = requests.case
+def _retokenized(batch: BatchInputs, tokens: dict[tuple[int, int], int] | None) -> BatchInputs:
+    """The batch with the token of every position; a decoy's (``tokens`` is None) is always one."""
+    case = batch.case
 
     def named(i: int, start: int, stop: int) -> torch.Tensor:
         if tokens is None:
@@ -136,9 +130,9 @@ def _told(requests: BatchInputs, tokens: dict[tuple[int, int], int] | None) -> B
     for i, (prefix, total) in enumerate(ends):
         history.append(named(i, 0, prefix))
         new_tokens.append(named(i, prefix, total))
-    hidden = requests.hidden_in
+    hidden = batch.hidden_in
     return replace(
-        requests,
+        batch,
         history=tuple(history),
         new_tokens=tuple(new_tokens),
         hidden_in=None if hidden is None else torch.zeros_like(hidden),

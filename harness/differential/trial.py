@@ -1,4 +1,4 @@
-"""One case on one subject, from the row to the record."""
+"""A trial: one case on one subject, from the row to the record."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ from harness.core.record import Record, Verdict
 from harness.differential.compare import Comparison
 from harness.differential.diagnose import explain
 from harness.differential.forward import decoys, run_forward
+from harness.differential.inputs import make_trial_inputs
 from harness.differential.judge import judge
-from harness.differential.traced_inputs import make_trial_inputs
 from harness.errors import FAILURES, first_line
+from harness.kernels.workspace import shared_workspaces
 from harness.subjects import Subject
 
-# Outputs of attention that no invariant explains; the keys that were read may.
+# Wrong outputs of attention that no invariant explains; the keys that were read may.
 UNEXPLAINED = {
     (quantity, verdict)
     for quantity in ("hidden_states", "logits")
     for verdict in (Verdict.WRONG_NUMBERS, Verdict.NON_FINITE)
 }
-TEST = "suites/differential/test_cases.py::test_case"
+CASE_TEST = "suites/differential/test_cases.py::test_case"
 
 
 def run_trial(
     case: Case, subject: Subject, execution: Execution, device: torch.device | str = "cpu"
 ) -> Record:
-    """Refuse, or run and judge; never raises on what the subject does.
+    """Refuse, or run and judge; none of ``errors.FAILURES`` escapes.
 
-    The message of a red record says which invariant broke, or which quantity is off and where and
-    which keys were read instead of which.
+    The message of a red record names the broken invariant, or the wrong quantity with its place
+    and the keys that were read instead of the expected ones.
     """
     started = time.perf_counter()
     reason = subject.refusal(case, execution, device)
     if reason is not None:
         return _record(case, subject, execution, device, Verdict.REFUSED, reason)
-    others = decoys(case) if execution is Execution.GRAPH else ()
     try:
-        result = run_forward(subject, make_trial_inputs(case, *others), execution, device)
-        found = judge(result, execution, subject.numerics(device))
-        bad = [comparison for comparison in found if not comparison.passed]
+        inputs = make_trial_inputs(case, *(decoys(case) if execution is Execution.GRAPH else ()))
+        result = run_forward(subject, inputs, execution, device)
+        comparisons = judge(result, execution, subject.numerics(device), shared_workspaces())
+        bad = [comparison for comparison in comparisons if not comparison.passed]
         lines = [comparison.message for comparison in bad[:3]]
         if bad and (bad[0].quantity, bad[0].verdict) in UNEXPLAINED:
             lines.insert(0, explain(case, subject, execution, device, result))
@@ -55,7 +56,7 @@ def run_trial(
         device,
         bad[0].verdict if bad else Verdict.PASSED,
         "; ".join(lines),
-        found,
+        comparisons,
         time.perf_counter() - started,
     )
 
@@ -74,7 +75,7 @@ def _record(
     device: torch.device | str,
     verdict: Verdict,
     message: str,
-    found: list[Comparison] | None = None,
+    comparisons: list[Comparison] | None = None,
     seconds: float = 0.0,
 ) -> Record:
     return Record(
@@ -86,8 +87,8 @@ def _record(
         device=str(device),
         verdict=verdict,
         message=message,
-        quantities=tuple(c.to_quantity() for c in found or () if c.quantity != "invariant"),
+        quantities=tuple(c.to_quantity() for c in comparisons or () if c.quantity != "invariant"),
         seconds=seconds,
         environment=environment(str(device)),
-        reproduce=f"pytest '{TEST}[{case.id}-{subject.name}-{execution}]'",
+        reproduce=f"pytest '{CASE_TEST}[{case.id}-{subject.name}-{execution}]'",
     )

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fixtures.drivers.forward_cost import Bench, bench, device_cost
-from fixtures.drivers.weighed import weighed
+from fixtures.drivers.forward_cost import cost_record, device_cost
+from fixtures.drivers.rigs import new_rig, ragged_rig, replayed
 from fixtures.tables import find
 from fixtures.tables.budgets import BUCKET, DEVICE, FLASH_MLA, XQA, Budget
 from harness.core.case import Mode
@@ -23,8 +23,8 @@ PLANNED = [mode for mode in Mode if mode is not Mode.IDLE]
 def test_effects_of_a_replay(
     budget: Budget, cuda: torch.device, record_trial: Callable[[Record], None]
 ) -> None:
-    found = device_cost(Bench(budget.subject, find(budget.case_id), cuda), BUCKET)
-    record = weighed(budget, found, str(cuda), __name__)
+    found = device_cost(new_rig(budget.subject, find(budget.case_id), cuda), BUCKET)
+    record = cost_record(budget, found, str(cuda), __name__)
     record_trial(record)
     if record.message:
         pytest.fail(record.message, pytrace=False)
@@ -34,15 +34,15 @@ def test_effects_of_a_replay(
 @pytest.mark.parametrize("subject", [XQA, FLASH_MLA])
 @torch.no_grad()
 def test_no_plan_waits(subject: str, mode: Mode, cuda: torch.device) -> None:
-    planned = bench(subject, mode, cuda)
-    planned.backend.init_forward_metadata(planned.batch)
+    rig = ragged_rig(subject, mode, cuda)
+    rig.backend.init_forward_metadata(rig.batch)
     with waits_refused():
-        planned.backend.init_forward_metadata(planned.batch)
+        rig.backend.init_forward_metadata(rig.batch)
     if mode is Mode.EXTEND:
         return
-    runner = planned.captured(BUCKET)
+    runner = replayed(rig, BUCKET)
     with waits_refused():
-        runner.replay(planned.batch)
+        runner.replay(rig.batch)
 
 
 def test_a_wait_is_told_with_its_line_and_a_graph_apart_from_launches(cuda: torch.device) -> None:

@@ -8,8 +8,9 @@ from functools import partial
 import pytest
 import torch
 
-from fixtures.drivers.replays import Replays, tensors
+from fixtures.drivers.replays import Replays
 from harness.core.case import Mode
+from harness.differential.forward import tensors
 from harness.errors import CaptureViolation, ContractError
 from harness.graphs.cuda import CudaGraph
 

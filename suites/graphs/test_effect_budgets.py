@@ -1,4 +1,4 @@
-"""Every forward costs exactly what its row says: host reads, operations, kernels, moved memory."""
+"""Every forward costs exactly what its row says: host syncs, operations, kernels, moved memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from fixtures.drivers.forward_cost import Bench, cost
-from fixtures.drivers.weighed import weighed
+from fixtures.drivers.forward_cost import cost, cost_record
+from fixtures.drivers.rigs import new_rig
 from fixtures.tables import find
 from fixtures.tables.budgets import BUCKET, BUDGETS, OWN, Budget
 from harness.core.case import Execution, Mode
@@ -18,8 +18,8 @@ from harness.subjects import GRAPH_MODES, SUBJECTS
 @pytest.mark.parametrize("budget", [pytest.param(row, id=row.id) for row in BUDGETS.values()])
 def test_effects_of_a_forward(budget: Budget, record_trial: Callable[[Record], None]) -> None:
     # Counted on the CPU whatever --device is: the tape is the instrument.
-    found = cost(Bench(budget.subject, find(budget.case_id)), budget.execution, BUCKET)
-    record = weighed(budget, found, "cpu", __name__)
+    found = cost(new_rig(budget.subject, find(budget.case_id)), budget.execution, BUCKET)
+    record = cost_record(budget, found, "cpu", __name__)
     record_trial(record)
     if record.message:
         pytest.fail(record.message, pytrace=False)
@@ -56,23 +56,23 @@ def test_a_row_tells_counts_above_and_below_it() -> None:
     }
 
 
-def test_a_bench_names_the_line_of_a_host_read_and_what_moved(
+def test_a_cost_names_the_line_of_a_host_read_and_what_moved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     budget = BUDGETS["target_verify-trtllm_mla/trtllm_gen-graph"]
-    bench = Bench(budget.subject, find(budget.case_id))
-    plan = bench.backend.init_forward_metadata_out_graph
+    rig = new_rig(budget.subject, find(budget.case_id))
+    plan = rig.backend.init_forward_metadata_out_graph
 
     def reading(batch: object, in_capture: bool = False) -> None:
         plan(batch, in_capture)
-        metadata = bench.backend.forward_metadata
+        metadata = rig.backend.forward_metadata
         int(metadata.cache_seqlens_int32[0])
         if not in_capture:
             tables = metadata.page_table.clone()
             object.__setattr__(metadata, "page_table", tables)
 
-    monkeypatch.setattr(bench.backend, "init_forward_metadata_out_graph", reading)
-    found = cost(bench, Execution.GRAPH, BUCKET)
+    monkeypatch.setattr(rig.backend, "init_forward_metadata_out_graph", reading)
+    found = cost(rig, Execution.GRAPH, BUCKET)
     line = reading.__code__.co_firstlineno + 3
     assert found.host_syncs == (f"aten._local_scalar_dense.default at {__file__}:{line}",)
     assert found.moved == ("metadata page_table of step 0",)

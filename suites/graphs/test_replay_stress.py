@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fixtures.drivers.replays import CAPTURED, Replays, differences, tensors
+from fixtures.drivers.replays import CAPTURED, Replays, differences
 from harness.core.case import Mode
+from harness.differential.forward import tensors
 from harness.subjects import GRAPH_MODES
 
 MODES = sorted(GRAPH_MODES)

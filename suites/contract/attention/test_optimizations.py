@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fixtures.drivers.forward_cost import Bench, bench, cost
+from fixtures.drivers.forward_cost import cost
+from fixtures.drivers.rigs import ragged_rig, replayed
 from fixtures.tables.budgets import BUCKET
 from harness.attention import baselines as peers
 from harness.attention.multi_step_draft import (
@@ -17,6 +18,7 @@ from harness.attention.multi_step_draft import (
 from harness.attention.trtllm_mha import TRTLLMHAAttnBackend
 from harness.attention.trtllm_mla import TRTLLMMLABackend
 from harness.core.case import Execution, Mode
+from harness.differential.rig import Rig
 from harness.errors import ContractError
 from harness.graphs.effects import observe
 from harness.subjects import SUBJECTS
@@ -40,14 +42,13 @@ UNDONE = (
 )
 
 
-def answers(own: Bench, execution: Execution) -> dict[str, torch.Tensor]:
+def answers(own: Rig, execution: Execution) -> dict[str, torch.Tensor]:
     """What the forward returns, without the top-k that only some graphs compute."""
     with torch.no_grad():
         if execution is EAGER:
-            own.backend.init_forward_metadata(own.batch)
-            output = own.rig.forward(own.batch)
+            output = own.run_eager(own.batch)
         else:
-            output = own.captured(BUCKET).replay(own.batch)
+            output = replayed(own, BUCKET).replay(own.batch)
     tensors = {k: v for k, v in vars(output).items() if isinstance(v, torch.Tensor)}
     return {name: tensor for name, tensor in tensors.items() if not name.startswith("topk")}
 
@@ -63,8 +64,8 @@ SAVINGS = [
 def test_the_peer_pays_what_the_optimization_saves(
     peer: str, own: str, name: str, mode: Mode
 ) -> None:
-    wasted = cost(bench(peer, mode), GRAPH, BUCKET).counts[name]
-    spent = cost(bench(own, mode), GRAPH, BUCKET).counts[name]
+    wasted = cost(ragged_rig(peer, mode), GRAPH, BUCKET).counts[name]
+    spent = cost(ragged_rig(own, mode), GRAPH, BUCKET).counts[name]
     assert spent < wasted
     assert spent == 0 or name == "planning"
 
@@ -81,7 +82,10 @@ def test_the_peer_pays_what_the_optimization_saves(
 def test_the_peer_gives_the_same_answers(
     peer: str, own: str, mode: Mode, execution: Execution
 ) -> None:
-    optimized, plain = answers(bench(own, mode), execution), answers(bench(peer, mode), execution)
+    optimized, plain = (
+        answers(ragged_rig(own, mode), execution),
+        answers(ragged_rig(peer, mode), execution),
+    )
     assert optimized.keys() == plain.keys()
     for name, tensor in optimized.items():
         torch.testing.assert_close(tensor, plain[name], rtol=1e-2, atol=1e-2, msg=name)
@@ -103,17 +107,17 @@ def test_lengths_are_copied_only_where_a_backend_reads_them() -> None:
 
 @pytest.mark.parametrize("mode", [Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND, Mode.DECODE])
 def test_an_mla_replay_neither_has_nor_misses_a_host_mirror(mode: Mode) -> None:
-    own = bench(MLA, mode)
+    own = ragged_rig(MLA, mode)
     assert own.batch.seq_lens_cpu is None
     assert own.batch.seq_lens_sum is None
-    runner = own.captured(BUCKET)
+    runner = replayed(own, BUCKET)
     with observe() as effects:
         runner.replay(own.batch)
     assert effects.host_syncs == []
 
 
 def test_the_mask_is_one_buffer_of_exactly_the_largest_verify() -> None:
-    own = bench(MLA, Mode.TARGET_VERIFY).backend
+    own = ragged_rig(MLA, Mode.TARGET_VERIFY).backend
     assert own.cuda_graph_custom_mask is None
     with pytest.raises(
         ContractError, match=r"cuda_graph_custom_mask = None .* size one of your own"
@@ -127,10 +131,10 @@ def test_the_mask_is_one_buffer_of_exactly_the_largest_verify() -> None:
 
 
 def test_draft_steps_and_targets_without_drafts_hold_no_mask() -> None:
-    steps = bench(MLA, Mode.MULTI_STEP_DRAFT)
+    steps = ragged_rig(MLA, Mode.MULTI_STEP_DRAFT)
     steps.backend.init_cuda_graph_state(4, 4)
-    assert [step.cuda_graph_custom_mask for step in steps.steps] == [None] * 4
-    verify = bench(MHA, Mode.TARGET_VERIFY).backend
+    assert [step.cuda_graph_custom_mask for step in steps.planners] == [None] * 4
+    verify = ragged_rig(MHA, Mode.TARGET_VERIFY).backend
     verify.init_cuda_graph_state(4, 16)
     assert list(verify.get_verify_buffers_to_fill_after_draft()) == [None, None]
 
@@ -152,7 +156,7 @@ KERNELS = (
 def test_uniform_phases_run_on_the_decode_kernel(
     subject: str, mode: Mode, kernels: dict[str, int], execution: Execution
 ) -> None:
-    counts = cost(bench(subject, mode), execution, BUCKET).counts
+    counts = cost(ragged_rig(subject, mode), execution, BUCKET).counts
     assert counts | kernels == counts
 
 
@@ -171,11 +175,11 @@ def test_every_backend_has_the_hook_after_drafting(kind: type[AttentionBackend])
 def test_the_hook_of_a_planned_target_verify_writes_nothing(
     subject: str, execution: Execution
 ) -> None:
-    own = bench(subject, Mode.TARGET_VERIFY)
+    own = ragged_rig(subject, Mode.TARGET_VERIFY)
     if execution is EAGER:
         own.backend.init_forward_metadata(own.batch)
     else:
-        own.captured(BUCKET).prepare(own.batch)
+        replayed(own, BUCKET).prepare(own.batch)
     tensors = [v for v in vars(own.plans[0]).values() if isinstance(v, torch.Tensor)]
     versions = [tensor._version for tensor in tensors]
     with observe() as effects:
@@ -190,8 +194,8 @@ def test_the_hook_of_a_planned_target_verify_writes_nothing(
 def test_target_verify_answers_alike_whether_or_not_the_hook_is_called(subject: str) -> None:
     outputs = []
     for calls in range(3):
-        own = bench(subject, Mode.TARGET_VERIFY)
-        runner = own.captured(BUCKET)
+        own = ragged_rig(subject, Mode.TARGET_VERIFY)
+        runner = replayed(own, BUCKET)
         runner.prepare(own.batch)
         for _ in range(calls):
             own.backend.update_verify_buffers_to_fill_after_draft(own.batch.spec_info, BUCKET)

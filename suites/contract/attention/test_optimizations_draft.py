@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fixtures.drivers.forward_cost import bench
+from fixtures.drivers.rigs import ragged_rig, replayed
 from fixtures.tables.budgets import BUCKET
 from harness.core.case import Mode
 from harness.errors import ContractError
@@ -22,11 +22,11 @@ MHA, XQA, MLA = "trtllm_mha/trtllm_gen", "trtllm_mha/xqa", "trtllm_mla/trtllm_ge
 def test_a_multi_step_draft_plans_each_step_once_and_leaves_its_input_alone(
     subject: str, steps: int, entry: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = bench(subject, Mode.MULTI_STEP_DRAFT, num_steps=steps)
+    own = ragged_rig(subject, Mode.MULTI_STEP_DRAFT, num_steps=steps)
     name = "init_forward_metadata" + ("_out_graph" if entry == "replay" else "")
-    runner = own.captured(BUCKET) if entry == "replay" else None
+    runner = replayed(own, BUCKET) if entry == "replay" else None
     seen: list[tuple[int, Any]] = []
-    for i, step in enumerate(own.steps):
+    for i, step in enumerate(own.planners):
         plan = getattr(step, name)
 
         def planned(batch: Any, *rest: Any, i: int = i, plan: Any = plan) -> None:
@@ -45,11 +45,11 @@ def test_a_multi_step_draft_plans_each_step_once_and_leaves_its_input_alone(
 
 @pytest.mark.parametrize("subject", [MHA, MLA])
 def test_the_older_pair_plans_a_draft_step_on_one_more_key_each(subject: str) -> None:
-    own = bench(subject, Mode.MULTI_STEP_DRAFT)
+    own = ragged_rig(subject, Mode.MULTI_STEP_DRAFT)
     own.backend.init_cuda_graph_state(4, 4)
     rows, lens = own.batch.req_pool_indices, own.batch.seq_lens
     mode, spec = ForwardMode.DECODE, own.batch.spec_info
-    for step in own.steps:
+    for step in own.planners:
         step.init_forward_metadata_capture_cuda_graph(3, 3, rows, lens * 0 + 1, None, mode, spec)
         step.init_forward_metadata_replay_cuda_graph(3, rows, lens, None, None, mode, spec, None)
     keys = [plan.cache_seqlens_int32.tolist() for plan in own.plans]
@@ -67,8 +67,8 @@ def test_the_older_pair_plans_a_draft_step_on_one_more_key_each(subject: str) ->
     ],
 )
 def test_topk_is_part_of_the_v1_graph_alone(subject: str, mode: Mode, times: int) -> None:
-    own = bench(subject, mode)
-    runner = own.captured(BUCKET)
+    own = ragged_rig(subject, mode)
+    runner = replayed(own, BUCKET)
     recorded = runner.graphs[BUCKET].operations  # type: ignore[attr-defined]
     for word in ("topk", "softmax"):
         assert sum(n for name, n in recorded.items() if word in name) == times
@@ -81,17 +81,17 @@ def test_topk_is_part_of_the_v1_graph_alone(subject: str, mode: Mode, times: int
 def test_draft_extend_v2_has_a_uniform_stride_whatever_was_accepted(
     subject: str, accepted: tuple[int, ...]
 ) -> None:
-    own = bench(subject, Mode.DRAFT_EXTEND_V2, accept_lens=accepted)
+    own = ragged_rig(subject, Mode.DRAFT_EXTEND_V2, accept_lens=accepted)
     own.backend.init_forward_metadata(own.batch)
     assert own.plans[0].cu_seqlens_q.tolist() == [0, 4, 8, 12]
-    own.captured(BUCKET)
+    replayed(own, BUCKET)
     assert own.plans[0].cu_seqlens_q.tolist() == [0, 4, 8, 12, 16]
     assert own.plans[0].geometry.max_q_len == 4
 
 
 @pytest.mark.parametrize("subject", [MHA, MLA])
 def test_an_unset_stride_of_draft_extend_v2_falls_back_at_capture_alone(subject: str) -> None:
-    own = bench(subject, Mode.DRAFT_EXTEND_V2)
+    own = ragged_rig(subject, Mode.DRAFT_EXTEND_V2)
     own.backend.init_cuda_graph_state(4, 16)
 
     def batch(*counts: int, width: int = 0) -> Any:

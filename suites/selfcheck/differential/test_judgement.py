@@ -11,9 +11,10 @@ import torch
 from fixtures.tables import find
 from harness.core.case import Execution
 from harness.core.record import Verdict
-from harness.differential.forward import batch_of, decoys, run_forward
+from harness.differential.forward import decoys, run_forward
+from harness.differential.inputs import make_trial_inputs
 from harness.differential.judge import judge
-from harness.differential.traced_inputs import make_trial_inputs
+from harness.differential.rig import Rig
 from harness.differential.trial import run_trial
 from harness.kernels import workspace
 from harness.subjects import SUBJECTS
@@ -24,13 +25,15 @@ MHA, XQA = SUBJECTS["trtllm_mha/trtllm_gen"], SUBJECTS["trtllm_mha/xqa"]
 
 
 def test_a_draft_that_feeds_another_requests_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch_of = Rig.batch_of
+
     def rolled(*args: Any) -> ForwardBatch:
         batch = batch_of(*args)
         assert isinstance(batch.spec_info, EagleDraftInput)
         first = batch.spec_info.topk_index.roll(1, 0)
         return batch.with_changes(spec_info=replace(batch.spec_info, topk_index=first))
 
-    monkeypatch.setattr("harness.differential.forward.batch_of", rolled)
+    monkeypatch.setattr(Rig, "batch_of", rolled)
     record = run_trial(find("mha-multi_step_draft-bs2_ragged"), MHA, EAGER)
     assert record.verdict is Verdict.WRONG_TOKENS, record.message
     assert record.message.startswith("draft_tokens: first tokens [")
@@ -45,7 +48,7 @@ def test_a_draft_that_proposes_another_token_than_its_best(execution: Execution)
     # The last is proposed and never fed, so nothing but the choice itself is wrong.
     proposed[1, -1] = right.output.next_token_logits[1, -1].argmin()
     wrong = replace(right, output=replace(right.output, draft_tokens=proposed))
-    found = judge(wrong, execution, MHA.numerics("cpu"))
+    found = judge(wrong, execution, MHA.numerics("cpu"), workspaces=())
     assert [(c.quantity, c.verdict) for c in found if not c.passed] == [
         ("draft_tokens", Verdict.WRONG_TOKENS)
     ]

@@ -1,4 +1,4 @@
-"""Defects of masks, lengths, tables or positions are reported by the keys read or stored instead."""
+"""Defects of masks, lengths, tables or positions are reported by the keys that were read or cached."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from harness.attention.trtllm_mla import TRTLLMMLABackend
 from harness.core.case import Case, Execution, Inputs
 from harness.differential.diagnose import keys_read
 from harness.differential.forward import decoys
+from harness.differential.inputs import make_trial_inputs
 from harness.differential.probe_model import ProbeModel
 from harness.differential.traced_inputs import (
+    DECOY,
     SILENT,
     by_distance_from_the_end,
     capacity,
-    make_trial_inputs,
 )
 from harness.differential.trial import run_trial
 from harness.subjects import SUBJECTS, Subject
@@ -105,7 +106,7 @@ def test_the_message_of_a_red_trial_names_them(
 def test_keys_of_a_batch_that_ran_before_are_named() -> None:
     case = find("mha-decode-bs2_ragged")
     inputs = make_trial_inputs(case, *decoys(case))
-    page = inputs.batches[-1].pages[0][0]
+    page = inputs.decoys[-1].pages[0][0]
 
     def stale(layer, metadata):
         return layer, replace(metadata, page_table=torch.full_like(metadata.page_table, page))
@@ -154,23 +155,23 @@ def test_an_answer_that_is_no_number_is_named() -> None:
     assert said.endswith("something that is not finite (3 more like it)")
 
 
-def watched_case(**changes: Any) -> Case:
+def traced_case(**changes: Any) -> Case:
     return replace(find("mha-decode-bs2_ragged"), inputs=Inputs.TRACED, **changes)
 
 
-def test_what_does_not_fit_is_watched_from_the_end() -> None:
-    case = watched_case(prefix_lens=(400, 3), max_context_len=512)
+def test_what_does_not_fit_is_traced_from_the_end() -> None:
+    case = traced_case(prefix_lens=(400, 3), max_context_len=512)
     keys = by_distance_from_the_end(case)
     assert capacity(case) == 2 * 64 - 4
     assert keys[:4] == [(0, 400), (1, 3), (0, 399), (1, 2)]
     inputs = make_trial_inputs(case)
     assert inputs.traced == tuple(keys[: capacity(case)])
-    history = inputs.batches[0].history[0].tolist()
+    history = inputs.tested.history[0].tolist()
     assert history[:200] == [SILENT] * 200
     assert len(set(history[300:])) == 100
 
 
-def test_company_is_one_token() -> None:
-    case = watched_case()
+def test_decoys_are_one_token() -> None:
+    case = traced_case()
     inputs = make_trial_inputs(case, *decoys(case))
-    assert {t for other in inputs.batches[1:] for h in other.history for t in h.tolist()} == {2}
+    assert {t for decoy in inputs.decoys for h in decoy.history for t in h.tolist()} == {DECOY}
