@@ -12,7 +12,7 @@ from typing import Any
 
 from harness.errors import UsageError, rejected
 
-FORMAT = 1
+RECORD_FORMAT = 1
 
 
 class Verdict(StrEnum):
@@ -25,7 +25,6 @@ class Verdict(StrEnum):
     WRONG_NUMBERS = "wrong_numbers"
     WRONG_TOKENS = "wrong_tokens"
     BROKEN_INVARIANT = "broken_invariant"
-    REPLAY_DIFFERS = "replay_differs"
     OVER_BUDGET = "over_budget"
     WRONG_GOLDEN = "wrong_golden"
     ERROR = "error"
@@ -127,7 +126,7 @@ class Record:
 
     def to_json(self) -> str:
         """One line, without a newline."""
-        return json.dumps({"format": FORMAT} | asdict(self), separators=(",", ":"), allow_nan=True)
+        return json.dumps({"format": RECORD_FORMAT} | asdict(self), separators=(",", ":"), allow_nan=True)
 
     @classmethod
     def from_json(cls, line: str) -> Record:
@@ -138,8 +137,8 @@ class Record:
         """
         try:
             data: dict[str, Any] = json.loads(line)
-            if (found := data.pop("format", None)) != FORMAT:
-                raise UsageError(f"record format = {found!r} is not accepted; accepted: {FORMAT}")
+            if (found := data.pop("format", None)) != RECORD_FORMAT:
+                raise UsageError(f"record format = {found!r} is not accepted; accepted: {RECORD_FORMAT}")
             data["verdict"] = Verdict(data["verdict"])
             data["quantities"] = tuple(Quantity(**q) for q in data["quantities"])
             data["accept_lengths"] = tuple(data["accept_lengths"])

@@ -1,46 +1,37 @@
-"""The JSON Schema of a record, derived from its dataclasses; ``record.schema.json`` is a copy."""
+"""JSON Schema of a record, made from its dataclasses; ``record.schema.json`` is a copy."""
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
-from enum import StrEnum
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
-from harness.core.record import FORMAT, Record
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import core_schema
 
-PLAIN = {str: "string", bool: "boolean", int: "integer", float: "number"}
+from harness.core.record import RECORD_FORMAT, Record
+
+
+class ClosedSchema(GenerateJsonSchema):
+    """A schema whose objects have every field and no other, as ``Record.to_json`` writes them."""
+
+    def dataclass_schema(self, schema: core_schema.DataclassSchema) -> dict[str, Any]:
+        """The object of one dataclass."""
+        fields = super().dataclass_schema(schema)
+        return fields | {"required": list(fields["properties"]), "additionalProperties": False}
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        """No: a title would repeat the field's name."""
+        return False
 
 
 def record_schema() -> dict[str, Any]:
-    """What one line of a records file must be."""
-    schema = _object(Record)
-    schema["properties"] = {"format": {"const": FORMAT}} | schema["properties"]
+    """The schema of one line of a records file."""
+    schema = TypeAdapter(Record).json_schema(schema_generator=ClosedSchema)
+    schema["properties"] = {"format": {"const": RECORD_FORMAT}} | schema["properties"]
     schema["required"] = ["format", *schema["required"]]
     return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$schema": ClosedSchema.schema_dialect,
+        **schema,
         "title": "specgate record",
         "description": "One trial. Errors may be Infinity, which Python's json reads and writes.",
-    } | schema
-
-
-def _object(kind: type) -> dict[str, Any]:
-    hints = get_type_hints(kind)
-    return {
-        "type": "object",
-        "properties": {f.name: _schema(hints[f.name]) for f in fields(kind)},
-        "required": [f.name for f in fields(kind)],
-        "additionalProperties": False,
     }
-
-
-def _schema(kind: Any) -> dict[str, Any]:
-    if get_origin(kind) is tuple:
-        return {"type": "array", "items": _schema(get_args(kind)[0])}
-    if get_origin(kind) is dict:
-        return {"type": "object", "additionalProperties": _schema(get_args(kind)[1])}
-    if is_dataclass(kind):
-        assert isinstance(kind, type)
-        return _object(kind)
-    if issubclass(kind, StrEnum):
-        return {"enum": [member.value for member in kind]}
-    return {"type": PLAIN[kind]}

@@ -38,29 +38,29 @@ class Budget:
 
 
 ONE_ROUNDING = "one rounding of every element to the dtype"
-HEAD = "one rounding of the hidden state, doubled by cancellation in the head's product"
+HEAD_PRODUCT = "one rounding of the hidden state, doubled by cancellation in the head's product"
 FLOAT32_SUM = "float32 sums of some ten thousand terms in another order"
-FLOAT32_HEAD = "the same, and the head's product on top"
+FLOAT32_HEAD_PRODUCT = "the same, and the head's product on top"
 FP8_TIES = "a rounding of the element before it is cast moves one in sixty across an FP8 tie"
 
 BUDGETS = {
     (Dtype.BF16, KVDtype.AUTO, "hidden_states"): Budget(floor=2.0e-3, why=ONE_ROUNDING),
-    (Dtype.BF16, KVDtype.AUTO, "logits"): Budget(floor=4.0e-3, why=HEAD),
+    (Dtype.BF16, KVDtype.AUTO, "logits"): Budget(floor=4.0e-3, why=HEAD_PRODUCT),
     (Dtype.BF16, KVDtype.AUTO, "kv_cache"): Budget(floor=2.0e-3, why=ONE_ROUNDING),
     (Dtype.FP16, KVDtype.AUTO, "hidden_states"): Budget(floor=2.5e-4, why=ONE_ROUNDING),
-    (Dtype.FP16, KVDtype.AUTO, "logits"): Budget(floor=5.0e-4, why=HEAD),
+    (Dtype.FP16, KVDtype.AUTO, "logits"): Budget(floor=5.0e-4, why=HEAD_PRODUCT),
     (Dtype.FP16, KVDtype.AUTO, "kv_cache"): Budget(floor=2.5e-4, why=ONE_ROUNDING),
     (Dtype.FP32, KVDtype.AUTO, "hidden_states"): Budget(floor=1.0e-5, why=FLOAT32_SUM),
-    (Dtype.FP32, KVDtype.AUTO, "logits"): Budget(floor=2.0e-5, why=FLOAT32_HEAD),
+    (Dtype.FP32, KVDtype.AUTO, "logits"): Budget(floor=2.0e-5, why=FLOAT32_HEAD_PRODUCT),
     (Dtype.FP32, KVDtype.AUTO, "kv_cache"): Budget(floor=1.0e-6, why=ONE_ROUNDING),
     (Dtype.BF16, KVDtype.FP8, "hidden_states"): Budget(floor=2.0e-3, why=ONE_ROUNDING),
-    (Dtype.BF16, KVDtype.FP8, "logits"): Budget(floor=4.0e-3, why=HEAD),
+    (Dtype.BF16, KVDtype.FP8, "logits"): Budget(floor=4.0e-3, why=HEAD_PRODUCT),
     (Dtype.BF16, KVDtype.FP8, "kv_cache"): Budget(floor=1.6e-2, why=FP8_TIES),
     (Dtype.FP16, KVDtype.FP8, "hidden_states"): Budget(floor=2.5e-4, why=ONE_ROUNDING),
-    (Dtype.FP16, KVDtype.FP8, "logits"): Budget(floor=5.0e-4, why=HEAD),
+    (Dtype.FP16, KVDtype.FP8, "logits"): Budget(floor=5.0e-4, why=HEAD_PRODUCT),
     (Dtype.FP16, KVDtype.FP8, "kv_cache"): Budget(floor=1.6e-2, why=FP8_TIES),
     (Dtype.FP32, KVDtype.FP8, "hidden_states"): Budget(floor=1.0e-5, why=FLOAT32_SUM),
-    (Dtype.FP32, KVDtype.FP8, "logits"): Budget(floor=2.0e-5, why=FLOAT32_HEAD),
+    (Dtype.FP32, KVDtype.FP8, "logits"): Budget(floor=2.0e-5, why=FLOAT32_HEAD_PRODUCT),
     (Dtype.FP32, KVDtype.FP8, "kv_cache"): Budget(floor=1.6e-2, why=FP8_TIES),
 }
 

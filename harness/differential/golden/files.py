@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from harness.errors import GoldenError
 
-FORMAT = 1
+GOLDEN_FORMAT = 1
 MANIFEST = "manifest.json"
 SUFFIXES = ("safetensors", "json")
 
@@ -26,7 +26,7 @@ Content = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 def empty_manifest() -> Manifest:
     """The manifest of a folder without goldens."""
-    return {"format": FORMAT, "files": {}, "entries": {}}
+    return {"format": GOLDEN_FORMAT, "files": {}, "entries": {}}
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -52,8 +52,8 @@ def _parsed(path: Path) -> Manifest:
         whole, found = manifest["files"].keys() == due, manifest["format"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise GoldenError(f"{path} is corrupt: {error!r}") from error
-    if found != FORMAT:
-        raise GoldenError(f"{path} has format {found}, expected {FORMAT}")
+    if found != GOLDEN_FORMAT:
+        raise GoldenError(f"{path} has format {found}, expected {GOLDEN_FORMAT}")
     if not whole:
         raise GoldenError(f"{path} is corrupt: its files are not those of its entries")
     return manifest
@@ -102,7 +102,7 @@ def write_groups(folder: Path, manifest: Manifest, groups: Mapping[str, Content]
     names = {f"{group}.{suffix}" for group in entries for suffix in SUFFIXES}
     digests = manifest["files"] | {name: hashlib.sha256(d).hexdigest() for name, d in files.items()}
     kept = {name: digests[name] for name in names}
-    files[MANIFEST] = _json({"format": FORMAT, "files": kept, "entries": entries})
+    files[MANIFEST] = _json({"format": GOLDEN_FORMAT, "files": kept, "entries": entries})
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _replace_all(folder, files)

@@ -17,7 +17,6 @@ RED = (
     "wrong_numbers",
     "wrong_tokens",
     "broken_invariant",
-    "replay_differs",
     "over_budget",
     "wrong_golden",
     "error",
