@@ -1,4 +1,4 @@
-"""Every phase of the MLA backend attends to its requests' latents, and never asks the host."""
+"""MLA alone: padded queries, the latent's scale, the verify mask, layers that it refuses."""
 
 from __future__ import annotations
 
@@ -8,67 +8,17 @@ import pytest
 import torch
 
 from fixtures.toys.toy_attention import CONTEXT, DRAFTS, RANK, ROWS, mla_layer, mla_pool, slots
-from fixtures.toys.toy_scenes import TOTALS, MLAScene, phase_id, toy_sized
+from fixtures.toys.toy_scenes import TOTALS, MLAScene, toy_sized
 from harness.attention.baselines import HostLengthsMLABackend
-from harness.attention.trtllm_mla import TRTLLMMLABackend
 from harness.core.capability import REFERENCE, TRTLLM_GEN_MLA
 from harness.errors import CapacityError, ContractError
 from harness.upstream.forward_batch_info import ForwardMode
 from harness.upstream.memory_pool import quantize
 
 VERIFY, V1, V2 = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2
-# mode, query tokens a request, kernel; [1, 3], [2, 2] and [3, 1] have one sum
-PHASES = (
-    (ForwardMode.EXTEND, (2, 8), "mla_context"),
-    (ForwardMode.DECODE, (1, 1), "mla_decode"),
-    (VERIFY, (3, 3), "mla_decode"),
-    (V1, (1, 3), "mla_decode"),
-    (V1, (2, 2), "mla_decode"),
-    (V1, (3, 1), "mla_decode"),
-    (V2, (3, 3), "mla_decode"),
-)
 
 
-@pytest.mark.parametrize(("mode", "q_lens", "kernel"), PHASES, ids=phase_id)
-@pytest.mark.parametrize("kind", [TRTLLMMLABackend, HostLengthsMLABackend])
-def test_every_phase_equals_dense_and_pads_with_zeros(
-    kind: Any, mode: ForwardMode, q_lens: tuple[int, int], kernel: str
-) -> None:
-    scene, tokens = MLAScene(kind, capability=toy_sized(TRTLLM_GEN_MLA)), sum(q_lens)
-    batch, inputs = scene.batch(mode, q_lens), scene.inputs(tokens + 2)
-    for part in inputs.values():
-        part[tokens:] = torch.nan
-    # DP padding may raise batch_size before planning; rows still count by seq_lens.
-    scene.backend.init_forward_metadata(batch.with_changes(batch_size=4))
-    padding = torch.zeros(2, dtype=torch.int64)
-    slots_and_padding = torch.cat((batch.out_cache_loc, padding))
-    padded = batch.with_changes(batch_size=4, out_cache_loc=slots_and_padding)
-    obtained = scene.forward(padded, inputs, scene.layer)
-    written = torch.cat((inputs["k"], inputs["k_rope"]), -1)[:tokens, 0]
-    assert torch.equal(scene.pool.kv_buffer[0][batch.out_cache_loc], written)
-    assert scene.pool.kv_buffer[0].isfinite().all()
-    torch.testing.assert_close(obtained[:tokens], scene.expected(inputs, q_lens))
-    assert torch.equal(obtained[tokens:], torch.zeros(2, 4 * RANK))
-    assert scene.kernel.calls == [kernel]
-
-
-@pytest.mark.parametrize(("mode", "q_lens", "kernel"), PHASES[1:], ids=phase_id)
-def test_host_mirrors_are_not_looked_at(
-    mode: ForwardMode, q_lens: tuple[int, int], kernel: str
-) -> None:
-    scene = MLAScene()
-    batch, inputs = scene.batch(mode, q_lens), scene.inputs(sum(q_lens))
-    plain = scene.run(batch, inputs, scene.layer)
-    lying = batch.with_changes(seq_lens_cpu=torch.tensor([10**6, 10**6]), seq_lens_sum=10**7)
-    assert torch.equal(scene.run(lying, inputs, scene.layer), plain)
-
-
-def test_who_needs_lengths_on_the_host() -> None:
-    assert TRTLLMMLABackend.needs_cpu_seq_lens is False
-    assert HostLengthsMLABackend.needs_cpu_seq_lens is True
-
-
-def test_nan_behind_a_padded_request_stays_there() -> None:
+def test_nan_after_a_padded_request_stays_there() -> None:
     scene = MLAScene()
     batch, inputs = scene.batch(V1, (1, 3)), scene.inputs(4)
     owned = torch.cat([slots(row, 0, n) for row, n in zip(ROWS, TOTALS, strict=True)])
@@ -129,9 +79,9 @@ def test_a_missing_rotary_part_is_named(name: str) -> None:
 @pytest.mark.parametrize(
     "changes",
     [{"seq_lens_cpu": torch.tensor([26, 8])}, {"seq_lens": torch.tensor([9, 26])}],
-    ids=["mirror", "device"],
+    ids=["host", "device"],
 )
-def test_the_host_lengths_peer_reads_lengths_and_refuses_long_ones(changes: Any) -> None:
+def test_the_host_lengths_baseline_reads_lengths_and_refuses_long_ones(changes: Any) -> None:
     scene = MLAScene(HostLengthsMLABackend)
     batch = scene.batch(VERIFY, (3, 3)).with_changes(**changes)
     with pytest.raises(CapacityError, match=r"26.* <= 25 each"):
