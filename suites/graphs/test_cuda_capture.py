@@ -82,9 +82,9 @@ def graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], CudaGraph]]:
     monkeypatch.setattr(torch._C, "_cuda_releasePool", release, raising=False)
     monkeypatch.setattr(Recording, "broken", False)
     log.clear()
-    capture_stream.cache_equivalence()
+    capture_stream.cache_clear()
     yield CudaGraph
-    capture_stream.cache_equivalence()
+    capture_stream.cache_clear()
 
 
 def test_a_capture_is_ended_and_made_ready(graph: Callable[[], CudaGraph]) -> None:
