@@ -39,10 +39,10 @@ from harness.upstream.memory_pool import KVPool, MHATokenToKVPool, MLATokenToKVP
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How much an engine holds.
+    """Sizes of an engine's pools and batches.
 
     Args:
-        page_size: tokens a page.
+        page_size: tokens per page.
         num_pages: pages of each pool, the padding page included.
         max_bs: most requests at a time.
         max_context_len: most tokens of a prompt and its generation.
@@ -57,13 +57,13 @@ class EngineConfig:
 
 
 class EngineBuilder:
-    """Pools, backends and phases of one engine; `engine` puts them together.
+    """Pools, backends and phases of one engine; `scheduler` puts them together.
 
     Args:
         pair: target and draft; their dtype and device are the pools'.
         subject: backend and kernel.
-        speculation: how far to speculate, None for plain greedy decoding.
-        room: how much to hold.
+        spec_config: how far to speculate, None for the target alone.
+        config: its sizes.
         graph: makes the graphs, by default those of the pair's device.
 
     Raises:
@@ -74,42 +74,48 @@ class EngineBuilder:
         self,
         pair: Pair,
         subject: Subject,
-        speculation: SpecConfig | None,
-        room: EngineConfig,
+        spec_config: SpecConfig | None,
+        config: EngineConfig,
         graph: GraphFactory | None = None,
     ) -> None:
         family = family_of(pair.target)
         if family is not subject.family:
             raise UsageError(rejected("subject", subject.name, f"one of family {family}"))
-        self._pair, self._subject, self._room = pair, subject, room
+        self._pair, self._subject, self._config = pair, subject, config
         self._device, self._dtype = pair.target.lm_head.device, pair.target.lm_head.dtype
-        self._speculation, self._graph = speculation, graph or new_graph(self._device)
+        self._spec_config, self._graph = spec_config, graph or new_graph(self._device)
         headroom = 1
-        if speculation is not None:
-            headroom = max(speculation.num_draft_tokens, speculation.num_steps)
-        self._table = ReqToTokenPool(room.max_bs, room.max_context_len + headroom, self._device)
+        if spec_config is not None:
+            headroom = max(spec_config.num_draft_tokens, spec_config.num_steps)
+        self._table = ReqToTokenPool(config.max_bs, config.max_context_len + headroom, self._device)
         self.target_pool, self.draft_pool = self._pool(pair.target), self._pool(pair.draft)
         self.slots = SlotTable(
-            self._table, PagedAllocator(room.num_pages, room.page_size), self.target_pool
+            self._table, PagedAllocator(config.num_pages, config.page_size), self.target_pool
         )
 
-    def engine(self, streams: PlanStream | None = None, *, prefix_cache: bool = False) -> Scheduler:
-        """The engine; with streams, v2 overlaps; with a prefix cache, later prompts share pages."""
-        room, spec = self._room, self._speculation
-        worker = self._plain() if spec is None else self._eagle(spec, streams)
+    def scheduler(
+        self, streams: PlanStream | None = None, *, prefix_cache: bool = False
+    ) -> Scheduler:
+        """The scheduler; v2 overlaps on streams; later prompts share pages of a prefix cache."""
+        config, spec_config = self._config, self._spec_config
+        worker = (
+            self._target_only_worker()
+            if spec_config is None
+            else self._eagle_worker(spec_config, streams)
+        )
         return Scheduler(
             worker,
             self.slots,
-            max_bs=room.max_bs,
-            max_context_len=room.max_context_len,
+            max_bs=config.max_bs,
+            max_context_len=config.max_context_len,
             prefix_cache=PrefixCache(self.slots.allocator) if prefix_cache else None,
         )
 
-    def _plain(self) -> TargetOnlyWorker:
+    def _target_only_worker(self) -> TargetOnlyWorker:
         target = self._backend(self._subject.backend, self.target_pool)
         extend = model_phase(self._pair.target, target)
         decode: Phase[LogitsProcessorOutput] = extend
-        if self._room.capture_bs:
+        if self._config.capture_bs:
             decode = self._replayed(
                 TargetVerifyRunner, extend, self.target_pool, ForwardMode.DECODE, 1
             )
@@ -117,20 +123,20 @@ class EngineBuilder:
             TargetOnlyPhases(extend=extend, decode=decode), self._table, self.target_pool
         )
 
-    def _eagle(self, spec: SpecConfig, streams: PlanStream | None) -> EagleWorker:
-        phases = self._phases(spec)
-        if self._room.capture_bs:
-            phases = self._captured(phases, spec)
+    def _eagle_worker(self, spec_config: SpecConfig, streams: PlanStream | None) -> EagleWorker:
+        phases = self._phases(spec_config)
+        if self._config.capture_bs:
+            phases = self._captured(phases, spec_config)
         return EagleWorker(
-            phases, spec, self._table, self.target_pool, self.draft_pool, streams=streams
+            phases, spec_config, self._table, self.target_pool, self.draft_pool, streams=streams
         )
 
-    def _phases(self, spec: SpecConfig) -> EaglePhases:
+    def _phases(self, spec_config: SpecConfig) -> EaglePhases:
         pair, subject, pool = self._pair, self._subject, self.draft_pool
-        shared = self._round_plan(spec)
+        shared = self._round_plan(spec_config)
         target = model_phase(pair.target, self._backend(subject.backend, self.target_pool, shared))
         draft = None
-        if spec.num_steps > 1:
+        if spec_config.num_steps > 1:
             draft = draft_phase(pair.draft, self._backend(subject.draft_backend, pool, shared))
         return EaglePhases(
             target_extend=target,
@@ -140,22 +146,31 @@ class EngineBuilder:
             draft_extend=model_phase(pair.draft, self._backend(subject.backend, pool, shared)),
         )
 
-    def _round_plan(self, spec: SpecConfig) -> RoundPlan | None:
+    def _round_plan(self, spec_config: SpecConfig) -> RoundPlan | None:
         """What captured phases of a v2 round share; v1 extends by what was accepted."""
-        shares = spec.version is SpecVersion.V2 and spec.num_steps > 1 and self._room.capture_bs
+        shares = (
+            spec_config.version is SpecVersion.V2
+            and spec_config.num_steps > 1
+            and self._config.capture_bs
+        )
         if not shares or not self._subject.backend.shares_rounds:
             return None
         return RoundPlan(
-            speculative_num_steps=spec.num_steps, num_draft_tokens=spec.num_draft_tokens
+            speculative_num_steps=spec_config.num_steps,
+            num_draft_tokens=spec_config.num_draft_tokens,
         )
 
-    def _captured(self, phases: EaglePhases, spec: SpecConfig) -> EaglePhases:
+    def _captured(self, phases: EaglePhases, spec_config: SpecConfig) -> EaglePhases:
         extend = (self._subject.draft_extend_runner, phases.draft_extend, self.draft_pool)
         verify = (TargetVerifyRunner, phases.target_verify, self.target_pool)
-        v1, width = spec.version is SpecVersion.V1, spec.num_draft_tokens
+        v1, width = spec_config.version is SpecVersion.V1, spec_config.num_draft_tokens
         mode = ForwardMode.DRAFT_EXTEND if v1 else ForwardMode.DRAFT_EXTEND_V2
         draft = phases.draft and self._replayed(
-            DraftRunner, phases.draft, self.draft_pool, ForwardMode.DECODE, spec.num_steps - 1
+            DraftRunner,
+            phases.draft,
+            self.draft_pool,
+            ForwardMode.DECODE,
+            spec_config.num_steps - 1,
         )
         return replace(
             phases,
@@ -165,14 +180,14 @@ class EngineBuilder:
         )
 
     def _backend(self, kind: Any, pool: KVPool, shared: RoundPlan | None = None) -> Any:
-        spec = self._speculation
+        spec_config = self._spec_config
         return kind(
             kernel=new_kernel(self._subject.family, self._subject.capability, self._device),
             req_to_token_pool=self._table,
             token_to_kv_pool=pool,
-            max_context_len=self._room.max_context_len,
-            num_draft_tokens=spec.num_draft_tokens if spec else 0,
-            speculative_num_steps=spec.num_steps if spec else 0,
+            max_context_len=self._config.max_context_len,
+            num_draft_tokens=spec_config.num_draft_tokens if spec_config else 0,
+            speculative_num_steps=spec_config.num_steps if spec_config else 0,
             device=self._device,
             round_plan=shared,
         )
@@ -186,7 +201,7 @@ class EngineBuilder:
             forward=phase.forward,
             attn_backend=phase.backend,
             new_graph=self._graph,
-            capture_bs=self._room.capture_bs,
+            capture_bs=self._config.capture_bs,
             req_to_token_pool=self._table,
             token_to_kv_pool=pool,
             mode=mode,
@@ -199,10 +214,10 @@ class EngineBuilder:
         return GraphPhase(phase, runner)
 
     def _pool(self, model: DecoderModel) -> KVPool:
-        config, room = model.config, self._room
+        config, engine_config = model.config, self._config
         common: dict[str, Any] = {
-            "num_pages": room.num_pages,
-            "page_size": room.page_size,
+            "num_pages": engine_config.num_pages,
+            "page_size": engine_config.page_size,
             "num_layers": len(model.layers),
             "dtype": self._dtype,
             "device": self._device,

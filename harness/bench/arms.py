@@ -1,4 +1,4 @@
-"""The sides of a comparison, from one word of a command line to a server."""
+"""Arms of a comparison: parsed from one word of a command line, started as servers."""
 
 from __future__ import annotations
 
@@ -43,31 +43,31 @@ FORMS = {
 MEANINGS = {
     "pair": "gqa (the default) or mla, a shipped target and draft",
     "python": "interpreter to run it, of an environment with another version",
-    "slowdown": "part of every step's time to add; 0.05 is 5 %",
-    "name": "what records and tables call it",
+    "slowdown": "share of every step's time to add; 0.05 is 5 %",
+    "name": "in records and tables",
     "backend": "attention backend, such as triton (the default) or trtllm_mha",
     "target": "folder of a model, instead of a pair",
     "draft": "folder of its draft, or none",
     "args": "further flags of sglang.launch_server, separated by spaces",
 }
-"""What the keys mean that are no options of ``specgate serve``."""
+"""Keys that are no options of ``specgate serve``."""
 EXAMPLE = "--a sglang:pair=gqa --b sglang:pair=gqa,backend=flashinfer"
 WIDTH = 78
 DEFAULT_PAIR = "gqa"
 MOST_SLOWDOWN = 10.0
-VERSIONS = "import importlib.metadata as m, sys; print(*(m.version(p) for p in sys.argv[1:]))"
+VERSION_SCRIPT = "import importlib.metadata as m, sys; print(*(m.version(p) for p in sys.argv[1:]))"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One side.
+    """One arm.
 
     Args:
-        spec: the word it was read from.
+        spec: the word it was parsed from.
         kind: "embedded", "sglang" or "url".
         options: by name, as written.
         url: of an attached server.
-        slowdown: part of a step's time to add to every step; 0 for none.
+        slowdown: share of a step's time that is added to every step; 0 for none.
         pairs: folders of the shipped pairs by name.
     """
 
@@ -80,7 +80,7 @@ class Arm:
 
     @property
     def pair(self) -> str | None:
-        """Name of the shipped pair that it serves, None where nothing is known of its model."""
+        """Name of the shipped pair that it serves, None where its model is unknown."""
         is_known = self.kind != "url" and "target" not in self.options
         return self._named_pair if is_known else None
 
@@ -95,22 +95,22 @@ class Arm:
 
     @property
     def slows_itself(self) -> bool:
-        """Whether the server was started slow; others are asked to sleep by ``/slow_down``."""
+        """Whether the server is started slow; others sleep on ``/slow_down``."""
         return self.kind == "embedded"
 
-    def planted(self, slowdown: float) -> Arm:
-        """The same arm, slowed down on purpose."""
+    def slowed(self, slowdown: float) -> Arm:
+        """The same arm with an injected slowdown."""
         return replace(self, slowdown=slowdown, spec=f"{self.spec} +{slowdown:.0%}")
 
     def start(self, log: Path) -> Server:
         """Start it, without waiting; a new port every time."""
-        return process.Running(self._launch(), log)
+        return process.ServerProcess(self._launch(), log)
 
     def facts(self) -> ArmFacts:
-        """What a plan says of it; the port is drawn anew at every start and left out.
+        """Its facts in a plan; the port differs at every start and is left out.
 
         Raises:
-            ContractError: its interpreter lacks the package it is about.
+            ContractError: its interpreter lacks the package that it runs.
         """
         if self.kind == "url":
             return ArmFacts(name=self.spec)
@@ -123,7 +123,7 @@ class Arm:
             name=self.options.get("name", self.spec), command=command, versions=versions
         )
 
-    def _launch(self) -> process.Launch:
+    def _launch(self) -> process.ServerSpec:
         if self.kind == "url":
             return process.attached(self.url)
         python = self.options.get("python", sys.executable)
@@ -181,7 +181,7 @@ def parse(spec: str, pairs: Mapping[str, Path] | None = None) -> Arm:
 
 
 def grammar() -> str:
-    """How a word for an arm is written: its forms, its keys, an example; indented lines."""
+    """The grammar of an arm for ``--help``: its forms, its keys, an example; indented lines."""
     keys = [f"  {name:<10}{meaning}" for name, meaning in MEANINGS.items()]
     options = [
         fill(f"{kind}: {', '.join(known)}", WIDTH, initial_indent="  ", subsequent_indent="    ")
@@ -213,7 +213,7 @@ def _slowdown(text: str) -> float:
 
 
 def _version(python: str, package: str) -> str:
-    asked = [python, "-c", VERSIONS, package]
+    asked = [python, "-c", VERSION_SCRIPT, package]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:

@@ -34,7 +34,12 @@ class BatchBuilder:
         return self.req_to_token_pool.req_to_token[rows, positions].long()
 
     def extend(
-        self, rows: list[int], starts: list[int], lens: list[int], ids: torch.Tensor, mirror: bool
+        self,
+        rows: list[int],
+        starts: list[int],
+        lens: list[int],
+        ids: torch.Tensor,
+        needs_cpu_seq_lens: bool,
     ) -> ForwardBatch:
         """Prefill: lens new tokens of each request behind its first starts tokens.
 
@@ -43,7 +48,7 @@ class BatchBuilder:
             starts: tokens a request has in the cache.
             lens: tokens a request gets.
             ids: [sum of lens] int64, request after request.
-            mirror: whether a backend reads lengths on the host.
+            needs_cpu_seq_lens: whether a backend reads lengths on the host.
         """
         ends = [start + n for start, n in zip(starts, lens, strict=True)]
         spans = [range(start, end) for start, end in zip(starts, ends, strict=True)]
@@ -56,7 +61,7 @@ class BatchBuilder:
             ids=ids,
             positions=positions,
             slots=self.slots(self._int64(owners), positions),
-            seq_lens_cpu=torch.tensor(ends, dtype=torch.int64) if mirror else None,
+            seq_lens_cpu=torch.tensor(ends, dtype=torch.int64) if needs_cpu_seq_lens else None,
         )
         batch.extend_seq_lens = self._int64(lens).int()
         batch.extend_seq_lens_cpu = lens
@@ -83,7 +88,7 @@ class BatchBuilder:
             spec_info: the EAGLE input of the phase.
         """
         positions = self.positions(state, width)
-        mirror = state.seq_lens_cpu
+        seq_lens_cpu = state.seq_lens_cpu
         return self.batch(
             mode,
             rows=state.rows,
@@ -91,7 +96,7 @@ class BatchBuilder:
             ids=ids,
             positions=positions.flatten(),
             slots=self.slots(state.rows[:, None], positions).flatten(),
-            seq_lens_cpu=None if mirror is None else mirror + advanced,
+            seq_lens_cpu=None if seq_lens_cpu is None else seq_lens_cpu + advanced,
             spec_info=spec_info,
         )
 

@@ -40,7 +40,7 @@ class BatchState:
     seq_lens: torch.Tensor
     bonus: torch.Tensor
     seq_lens_cpu: torch.Tensor | None
-    proposal: DraftState | None
+    draft_state: DraftState | None
 
     @property
     def bs(self) -> int:
@@ -69,40 +69,40 @@ class StepOutput:
 def select(state: BatchState, chosen: Sequence[int]) -> BatchState:
     """These requests, in this order."""
     index = torch.tensor(chosen, dtype=torch.int64, device=state.rows.device)
-    mirror, proposal = state.seq_lens_cpu, state.proposal
+    seq_lens_cpu, draft_state = state.seq_lens_cpu, state.draft_state
     return BatchState(
         rows=state.rows[index],
         seq_lens=state.seq_lens[index],
         bonus=state.bonus[index],
-        seq_lens_cpu=None if mirror is None else mirror[index.cpu()],
-        proposal=proposal and gather(proposal, index),
+        seq_lens_cpu=None if seq_lens_cpu is None else seq_lens_cpu[index.cpu()],
+        draft_state=draft_state and gather(draft_state, index),
     )
 
 
-def gather(proposal: DraftState, index: torch.Tensor) -> DraftState:
+def gather(draft_state: DraftState, index: torch.Tensor) -> DraftState:
     """The rows of an int64 index."""
     return DraftState(
-        proposal.topk_p[index], proposal.topk_index[index], proposal.hidden_states[index]
+        draft_state.topk_p[index], draft_state.topk_index[index], draft_state.hidden_states[index]
     )
 
 
 def join(first: BatchState, second: BatchState) -> BatchState:
     """The first's requests, then the second's, of the same worker."""
-    mirrors = [m for m in (first.seq_lens_cpu, second.seq_lens_cpu) if m is not None]
-    proposals = [p for p in (first.proposal, second.proposal) if p is not None]
+    seq_lens_cpu = [lens for lens in (first.seq_lens_cpu, second.seq_lens_cpu) if lens is not None]
+    draft_states = [p for p in (first.draft_state, second.draft_state) if p is not None]
     return BatchState(
         rows=torch.cat((first.rows, second.rows)),
         seq_lens=torch.cat((first.seq_lens, second.seq_lens)),
         bonus=torch.cat((first.bonus, second.bonus)),
-        seq_lens_cpu=torch.cat(mirrors) if mirrors else None,
-        proposal=concatenate(proposals) if proposals else None,
+        seq_lens_cpu=torch.cat(seq_lens_cpu) if seq_lens_cpu else None,
+        draft_state=concatenate(draft_states) if draft_states else None,
     )
 
 
-def concatenate(proposals: Sequence[DraftState]) -> DraftState:
+def concatenate(draft_states: Sequence[DraftState]) -> DraftState:
     """Proposals one behind the other."""
     return DraftState(
-        torch.cat([p.topk_p for p in proposals]),
-        torch.cat([p.topk_index for p in proposals]),
-        torch.cat([p.hidden_states for p in proposals]),
+        torch.cat([p.topk_p for p in draft_states]),
+        torch.cat([p.topk_index for p in draft_states]),
+        torch.cat([p.hidden_states for p in draft_states]),
     )

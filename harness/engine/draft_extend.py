@@ -10,7 +10,7 @@ from harness.engine.acceptance import Acceptance, last_ragged_rows, last_uniform
 from harness.engine.batch_builder import BatchBuilder
 from harness.engine.batch_state import BatchState, DraftState
 from harness.engine.phases import Phase
-from harness.engine.prefill import propose
+from harness.engine.prefill import to_draft_state
 from harness.engine.spec_config import SpecVersion
 from harness.upstream.forward_batch_info import (
     EagleDraftExtendInput,
@@ -34,7 +34,7 @@ class DraftExtend:
     phase: Phase[LogitsProcessorOutput]
     batches: BatchBuilder
     version: SpecVersion
-    mirror: bool
+    needs_cpu_seq_lens: bool
 
     def __call__(self, state: BatchState, accepted: Acceptance, hidden: torch.Tensor) -> DraftState:
         """What the draft proposes behind the accepted tokens.
@@ -59,7 +59,7 @@ class DraftExtend:
             ids=accepted.predicted[kept],
             positions=positions[kept],
             slots=self.batches.slots(state.rows[:, None], positions)[kept],
-            seq_lens_cpu=seq_lens.cpu() if self.mirror else None,
+            seq_lens_cpu=seq_lens.cpu() if self.needs_cpu_seq_lens else None,
             spec_info=EagleDraftExtendInput(hidden[kept.flatten()], lens, lens_cpu),
         )
         batch.extend_seq_lens, batch.extend_seq_lens_cpu = lens, lens_cpu
@@ -80,4 +80,4 @@ class DraftExtend:
 
     def _run(self, batch: ForwardBatch, rows: torch.Tensor) -> DraftState:
         self.phase.prepare(batch)
-        return propose(self.phase.run(batch), rows)
+        return to_draft_state(self.phase.run(batch), rows)

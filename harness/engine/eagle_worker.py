@@ -43,7 +43,7 @@ class EagleWorker:
     def __init__(
         self,
         phases: EaglePhases,
-        speculation: SpecConfig,
+        spec_config: SpecConfig,
         req_to_token_pool: ReqToTokenPool,
         target_pool: KVPool,
         draft_pool: KVPool,
@@ -51,18 +51,18 @@ class EagleWorker:
         streams: PlanStream | None = None,
         chunk_size: int | None = None,
     ) -> None:
-        _check(phases, speculation, target_pool, draft_pool, streams)
+        _check(phases, spec_config, target_pool, draft_pool, streams)
         self.streams: PlanStream = streams or SameStream()
-        self.headroom = max(speculation.num_draft_tokens, speculation.num_steps)
+        self.headroom = max(spec_config.num_draft_tokens, spec_config.num_steps)
         self._overlap = streams is not None
         self._phases = phases
-        self._speculation = speculation
+        self._spec_config = spec_config
         self._target = BatchBuilder(req_to_token_pool, target_pool)
         self._draft = BatchBuilder(req_to_token_pool, draft_pool)
-        self._mirror = decide_needs_cpu_seq_lens(phases.backends())
+        self._needs_cpu_seq_lens = decide_needs_cpu_seq_lens(phases.backends())
         self._round = 0
         self._extend = DraftExtend(
-            phases.draft_extend, self._draft, speculation.version, self._mirror
+            phases.draft_extend, self._draft, spec_config.version, self._needs_cpu_seq_lens
         )
         self.prefill = Prefill(
             phases.target_extend,
@@ -70,7 +70,7 @@ class EagleWorker:
             phases.draft_prefill,
             self._draft,
             chunk_size,
-            self._mirror,
+            self._needs_cpu_seq_lens,
         )
 
     def step(self, state: BatchState) -> tuple[BatchState, StepOutput]:
@@ -114,34 +114,36 @@ class EagleWorker:
 
     def _verify_batch(self, state: BatchState) -> ForwardBatch:
         """A verify whose chain is still to be written."""
-        width = self._speculation.num_draft_tokens
+        width = self._spec_config.num_draft_tokens
         chain = torch.zeros(state.bs * width, dtype=torch.int64, device=self._target.device)
-        spec = EagleVerifyInput(chain, width)
-        batch = self._target.uniform(ForwardMode.TARGET_VERIFY, state, chain, width, spec_info=spec)
+        spec_info = EagleVerifyInput(chain, width)
+        batch = self._target.uniform(
+            ForwardMode.TARGET_VERIFY, state, chain, width, spec_info=spec_info
+        )
         # Eager kernels are causal by themselves; a graph reads whatever its backend allocated.
         if self._phases.target_verify.graph_bs(batch) is not None:
             buffers = self._verify_backend.get_verify_buffers_to_fill_after_draft()
-            spec.custom_mask, positions = buffers
+            spec_info.custom_mask, positions = buffers
             if positions is not None:
                 batch.positions = positions[: state.bs * width].copy_(batch.positions)
         return batch
 
     def _drafts(self, state: BatchState) -> torch.Tensor:
         """[bs, num_steps] draft tokens."""
-        steps, proposal = self._speculation.num_steps, _required(state.proposal)
+        steps, draft_state = self._spec_config.num_steps, _required(state.draft_state)
         if self._phases.draft is None or steps == 1:
-            return proposal.topk_index
+            return draft_state.topk_index
         positions = self._draft.positions(state, steps - 1)
         batch = self._draft.batch(
             ForwardMode.DECODE,
             rows=state.rows,
             seq_lens=state.seq_lens,
-            ids=proposal.topk_index[:, 0],
+            ids=draft_state.topk_index[:, 0],
             positions=state.seq_lens,
             slots=self._draft.slots(state.rows[:, None], positions).T.flatten(),
             seq_lens_cpu=state.seq_lens_cpu,
             spec_info=EagleDraftInput(
-                proposal.topk_index, proposal.topk_p, proposal.hidden_states, steps
+                draft_state.topk_index, draft_state.topk_p, draft_state.hidden_states, steps
             ),
         )
         self._phases.draft.prepare(batch)
@@ -149,35 +151,37 @@ class EagleWorker:
 
     def _write_chain(self, batch: ForwardBatch, state: BatchState, drafts: torch.Tensor) -> None:
         """Fill in place what the verify was laid out with."""
-        spec = batch.spec_info
-        assert isinstance(spec, EagleVerifyInput)
-        chain = build_chain(state.bonus, drafts, spec.draft_token_num)
-        spec.draft_token.copy_(chain.flatten())
-        if spec.custom_mask is not None:
-            fill_full_mask(spec.custom_mask, state.seq_lens, spec.draft_token_num)
+        spec_info = batch.spec_info
+        assert isinstance(spec_info, EagleVerifyInput)
+        chain = build_chain(state.bonus, drafts, spec_info.draft_token_num)
+        spec_info.draft_token.copy_(chain.flatten())
+        if spec_info.custom_mask is not None:
+            fill_full_mask(spec_info.custom_mask, state.seq_lens, spec_info.draft_token_num)
 
     def _verify_and_extend(
         self, batch: ForwardBatch, state: BatchState
     ) -> tuple[BatchState, StepOutput]:
-        verify, spec = self._phases.target_verify, batch.spec_info
-        assert isinstance(spec, EagleVerifyInput)
-        self._verify_backend.update_verify_buffers_to_fill_after_draft(spec, verify.graph_bs(batch))
+        verify, spec_info = self._phases.target_verify, batch.spec_info
+        assert isinstance(spec_info, EagleVerifyInput)
+        self._verify_backend.update_verify_buffers_to_fill_after_draft(
+            spec_info, verify.graph_bs(batch)
+        )
         output = verify.run(batch)
-        chain = spec.draft_token.view(state.bs, spec.draft_token_num)
+        chain = spec_info.draft_token.view(state.bs, spec_info.draft_token_num)
         accepted = verify_greedy(chain, output.next_token_logits)
         seq_lens = state.seq_lens + accepted.accept_lens
-        proposal = self._extend(state, accepted, output.hidden_states)
+        draft_state = self._extend(state, accepted, output.hidden_states)
         after = BatchState(
-            state.rows, seq_lens, accepted.bonus, self._ahead(state, seq_lens), proposal
+            state.rows, seq_lens, accepted.bonus, self._ahead(state, seq_lens), draft_state
         )
         return after, StepOutput(accepted.accept_lens, accepted.predicted)
 
     def _ahead(self, state: BatchState, seq_lens: torch.Tensor) -> torch.Tensor | None:
         """The host's idea of seq_lens; under overlap the round's outcome is not there yet."""
-        if not self._mirror:
+        if not self._needs_cpu_seq_lens:
             return None
         if self._overlap:
-            return state.seq_lens.cpu() + self._speculation.num_draft_tokens
+            return state.seq_lens.cpu() + self._spec_config.num_draft_tokens
         return seq_lens.cpu()
 
     @property
@@ -187,21 +191,21 @@ class EagleWorker:
         return backend
 
 
-def _required(proposal: DraftState | None) -> DraftState:
-    assert proposal is not None
-    return proposal
+def _required(draft_state: DraftState | None) -> DraftState:
+    assert draft_state is not None
+    return draft_state
 
 
 def _check(
     phases: EaglePhases,
-    speculation: SpecConfig,
+    spec_config: SpecConfig,
     target_pool: KVPool,
     draft_pool: KVPool,
     streams: PlanStream | None,
 ) -> None:
-    if speculation.version is SpecVersion.V1 and streams is not None:
+    if spec_config.version is SpecVersion.V1 and streams is not None:
         raise UsageError(rejected("streams", type(streams).__name__, "None under spec v1"))
-    if speculation.num_steps > 1 and phases.draft is None:
+    if spec_config.num_steps > 1 and phases.draft is None:
         raise UsageError(rejected("phases.draft", None, "a phase where num_steps > 1"))
     target, draft = ((p.num_pages, p.page_size) for p in (target_pool, draft_pool))
     if target != draft:

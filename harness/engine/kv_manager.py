@@ -63,7 +63,7 @@ class KVCacheManager:
         try:
             self.reserve(lease, len(request.tokens) - lease.committed + headroom)
         except CapacityError:
-            self._let_go(request, lease, set())
+            self._release(request, lease, set())
             raise
 
     def reserve(self, lease: Lease, tokens: int) -> None:
@@ -73,15 +73,15 @@ class KVCacheManager:
             CapacityError: not even that suffices; nothing has changed.
         """
         if self._cache:
-            self._cache.make_room(self._slots.missing(lease, tokens))
+            self._cache.ensure_free(self._slots.missing(lease, tokens))
         self._write("reserve", lambda: self._slots.reserve(lease, tokens))
 
-    def give_back(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
         """End a request's lease; its whole committed pages stay in the prefix cache."""
         lease, kept = request.held, set[int]()
         if self._cache:
             kept = self._cache.insert(request.tokens, lease.committed, lease.pages)
-        self._let_go(request, lease, kept)
+        self._release(request, lease, kept)
 
     def clear(self) -> int:
         """Forget every prefix that nobody reads; how many pages that gave back."""
@@ -98,7 +98,7 @@ class KVCacheManager:
             held_rows=len(leases),
         )
 
-    def _let_go(self, request: Request, lease: Lease, kept: set[int]) -> None:
+    def _release(self, request: Request, lease: Lease, kept: set[int]) -> None:
         if self._cache:
             self._cache.release(request.prefix)
         self._slots.release(lease, kept)

@@ -72,7 +72,7 @@ def chunks(
         )
 
 
-def propose(output: LogitsProcessorOutput, rows: torch.Tensor) -> DraftState:
+def to_draft_state(output: LogitsProcessorOutput, rows: torch.Tensor) -> DraftState:
     """The draft's most likely next token after each selected row [bs] of its output."""
     hidden = output.hidden_states[rows]
     if output.topk_p is not None and output.topk_index is not None:
@@ -103,7 +103,7 @@ class Prefill:
     draft: Phase[LogitsProcessorOutput] | None = None
     draft_batches: BatchBuilder | None = None
     chunk_size: int | None = None
-    mirror: bool = True
+    needs_cpu_seq_lens: bool = True
 
     def __post_init__(self) -> None:
         if self.chunk_size is not None and self.chunk_size < 1:
@@ -118,20 +118,20 @@ class Prefill:
         """
         order: list[int] = []
         firsts: list[torch.Tensor] = []
-        proposals: list[DraftState] = []
+        draft_states: list[DraftState] = []
         for chunk in chunks(prompts, self.chunk_size, cached):
-            first, proposal = self._chunk(chunk, [rows[i] for i in chunk.requests])
+            first, draft_state = self._chunk(chunk, [rows[i] for i in chunk.requests])
             order += [chunk.requests[i] for i in chunk.ending]
             firsts.append(first)
-            proposals += [proposal] if proposal else []
+            draft_states += [draft_state] if draft_state else []
         back = torch.tensor(order, dtype=torch.int64, device=self.target_batches.device).argsort()
         lens = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
         return BatchState(
             rows=torch.tensor(rows, dtype=torch.int64, device=back.device),
             seq_lens=lens.to(back.device),
             bonus=torch.cat(firsts)[back],
-            seq_lens_cpu=lens if self.mirror else None,
-            proposal=gather(concatenate(proposals), back) if proposals else None,
+            seq_lens_cpu=lens if self.needs_cpu_seq_lens else None,
+            draft_state=gather(concatenate(draft_states), back) if draft_states else None,
         )
 
     def _chunk(
@@ -152,14 +152,14 @@ class Prefill:
         batch.spec_info = EagleDraftExtendInput(
             output.hidden_states, batch.extend_seq_lens, batch.extend_seq_lens_cpu
         )
-        return first, propose(self._run(self.draft, batch), last)
+        return first, to_draft_state(self._run(self.draft, batch), last)
 
     def _batch(
         self, batches: BatchBuilder, chunk: PrefillChunk, ids: list[list[int]], rows: list[int]
     ) -> ForwardBatch:
         flat = [token for tokens in ids for token in tokens]
         packed = torch.tensor(flat, dtype=torch.int64, device=batches.device)
-        return batches.extend(rows, chunk.starts, chunk.lens, packed, self.mirror)
+        return batches.extend(rows, chunk.starts, chunk.lens, packed, self.needs_cpu_seq_lens)
 
     @staticmethod
     def _run(phase: Phase[LogitsProcessorOutput], batch: ForwardBatch) -> LogitsProcessorOutput:

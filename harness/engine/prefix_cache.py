@@ -94,7 +94,7 @@ class PrefixCache:
         self._want(path)
         return taken
 
-    def make_room(self, pages: int) -> None:
+    def ensure_free(self, pages: int) -> None:
         """Evict until so many pages are free; nothing at all where that does not suffice."""
         wanted = pages - self._allocator.available_pages
         if 0 < wanted <= self._unread():

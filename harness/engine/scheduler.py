@@ -50,7 +50,7 @@ class Scheduler:
         self._slots = slots
         self._max_bs = max_bs
         self._max_context_len = max_context_len
-        self._holdings = KVCacheManager(slots, worker.streams, prefix_cache)
+        self._kv_manager = KVCacheManager(slots, worker.streams, prefix_cache)
         self._state = worker.prefill([], [])
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -99,7 +99,7 @@ class Scheduler:
     @property
     def usage(self) -> KVUsage:
         """Who has the pages."""
-        return self._holdings.usage(self.running)
+        return self._kv_manager.usage(self.running)
 
     def flush(self) -> int:
         """Forget every prefix; how many pages that gave back.
@@ -110,14 +110,14 @@ class Scheduler:
         if not self.idle:
             asked = f"{len(self.running)} running, {len(self.waiting)} waiting requests"
             raise ContractError(rejected("flush with", asked, "none"))
-        return self._holdings.clear()
+        return self._kv_manager.clear()
 
     def step(self) -> None:
         """Admit, run one round, retire; a round without requests runs idle."""
         self._admit()
-        self._make_room()
-        self._state, outcome = self._worker.step(self._state)
-        for request, tokens in zip(self.running, outcome.tokens(), strict=True):
+        self._reserve_round()
+        self._state, output = self._worker.step(self._state)
+        for request, tokens in zip(self.running, output.tokens(), strict=True):
             self._slots.commit(request.held, len(tokens))
             request.generation.accept_lengths.append(len(tokens))
             request.emit(tokens)
@@ -140,7 +140,7 @@ class Scheduler:
         if not prompt:
             raise UsageError(rejected("prompt", list(prompt), "at least one token"))
         if not 1 <= max_new_tokens <= longest:
-            accepted = f"1 … {longest} behind {len(prompt)} prompt tokens"
+            accepted = f"1 … {longest} after {len(prompt)} prompt tokens"
             raise UsageError(rejected("max_new_tokens", max_new_tokens, accepted))
         return Request(list(prompt), max_new_tokens, eos)
 
@@ -169,19 +169,19 @@ class Scheduler:
     def _lease(self, request: Request, *, alone: bool) -> bool:
         """Pages for a waiting request and its first round, if there are any."""
         try:
-            self._holdings.admit(request, self._worker.headroom)
+            self._kv_manager.admit(request, self._worker.headroom)
         except CapacityError:
             if alone:
                 raise
             return False
         return True
 
-    def _make_room(self) -> None:
+    def _reserve_round(self) -> None:
         """Reserve a round for the running requests, oldest first."""
         place = 0
         while place < len(self.running):
             try:
-                self._holdings.reserve(self.running[place].held, self._worker.headroom)
+                self._kv_manager.reserve(self.running[place].held, self._worker.headroom)
                 place += 1
             except CapacityError:
                 if len(self.running) == 1:
@@ -194,7 +194,7 @@ class Scheduler:
 
     def _drop(self, request: Request) -> None:
         place = self.running.index(request)
-        self._holdings.give_back(request)
+        self._kv_manager.release(request)
         kept = [i for i in range(len(self.running)) if i != place]
         self._state = select(self._state, kept)
         del self.running[place]

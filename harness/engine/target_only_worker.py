@@ -38,8 +38,10 @@ class TargetOnlyWorker:
         self.streams = SameStream()
         self._decode = phases.decode
         self._batches = BatchBuilder(req_to_token_pool, kv_pool)
-        mirror = decide_needs_cpu_seq_lens(phases.backends())
-        self.prefill = Prefill(phases.extend, self._batches, None, None, chunk_size, mirror)
+        needs_cpu_seq_lens = decide_needs_cpu_seq_lens(phases.backends())
+        self.prefill = Prefill(
+            phases.extend, self._batches, None, None, chunk_size, needs_cpu_seq_lens
+        )
 
     def step(self, state: BatchState) -> tuple[BatchState, StepOutput]:
         """One token of every request."""

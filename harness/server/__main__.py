@@ -1,4 +1,4 @@
-"""``python -m harness serve``: a shipped pair behind sglang's HTTP interface, on the loopback."""
+"""``python -m harness serve``: a server of a shipped pair with sglang's HTTP interface."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--pair", required=True, metavar="NAME", help="a folder of --models")
     add("--models", type=Path, default=MODELS, metavar="FOLDER", help="folder of the pairs")
-    add("--host", default="127.0.0.1", help="address of this machine to listen on")
+    add("--host", default="127.0.0.1", help="IPv4 address of this machine to listen on")
     add("--port", type=port, default=0, metavar="N", help="to listen on; 0 takes a free one")
     add("--api-key", metavar="KEY", help="asked of every request but /health")
-    add("--spec", choices=SPECS, default="v2", help="speculative worker; none decodes plainly")
+    add("--spec", choices=SPECS, default="v2", help="speculative worker; none for the target alone")
     add("--kernel", default="reference", metavar="NAME", help="attention kernel, such as xqa")
     add("--device", default="cpu", metavar="NAME", help="cpu, cuda, cuda:1, …")
     add("--num-steps", type=count, default=3, metavar="N", help="draft steps per round")
@@ -50,13 +50,13 @@ def parser() -> argparse.ArgumentParser:
     add("--max-running-requests", type=count, default=8, metavar="N", help="others wait")
     most = "most tokens of a prompt and its output"
     add("--context-length", type=count, default=CONTEXT_LENGTH, metavar="N", help=most)
-    slow = "part of every step's time to add, a planted regression; 0.05 is 5 %%"
+    slow = "part of every step's time to add, an injected slowdown; 0.05 is 5 %%"
     add("--slowdown", type=float, default=0.0, metavar="PART", help=slow)
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal ends it; 2 for a command line that makes no sense, or makes no engine.
+    """Serve until a signal ends it; 2 for bad options or an engine that cannot start.
 
     A signal's exit code is 128 + its number.
     """
@@ -64,12 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = commands.parse_args(argv)
     try:
         _check(asked)
+        server, supervisor = _server(asked)
         listener = _listen(asked.host, asked.port)
     except UsageError as error:
         commands.error(str(error))
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        ended = asyncio.run(_serve(*_server(asked), listener))
+        ended = asyncio.run(_serve(server, supervisor, listener))
     except KeyboardInterrupt as interrupt:
         ended = signal.Signals(*interrupt.args or [signal.SIGINT])
     for number in STOPPING:
@@ -85,7 +86,7 @@ def _interrupt(number: int, _: object) -> NoReturn:
 
 
 def _check(asked: argparse.Namespace) -> None:
-    """Find a mistake before anything is loaded.
+    """Check the options before anything is loaded.
 
     Raises:
         UsageError: naming the option, its value and what is accepted.
@@ -98,8 +99,7 @@ def _check(asked: argparse.Namespace) -> None:
         raise UsageError(rejected("--pair", asked.pair, ", ".join(known)))
     if not 0 <= asked.slowdown <= 10:
         raise UsageError(rejected("--slowdown", asked.slowdown, "0 … 10"))
-    config = json.loads((asked.models / asked.pair / "target" / "config.json").read_bytes())
-    positions = config["max_position_embeddings"]
+    positions = _max_positions(asked.models / asked.pair / "target" / "config.json")
     if asked.context_length > positions:
         accepted = f"at most {positions}, the positions of {asked.pair}"
         raise UsageError(rejected("--context-length", asked.context_length, accepted))
@@ -109,17 +109,28 @@ def _check(asked: argparse.Namespace) -> None:
         raise UsageError(rejected("--num-pages", asked.num_pages, accepted))
 
 
+def _max_positions(path: Path) -> int:
+    try:
+        return int(json.loads(path.read_bytes())["max_position_embeddings"])
+    except (KeyError, TypeError, ValueError) as error:
+        accepted = "a JSON object with max_position_embeddings"
+        raise UsageError(f"{path} is not accepted; accepted: {accepted}") from error
+
+
 def _pages_per_request(asked: argparse.Namespace) -> int:
     tokens: int = asked.context_length + asked.num_draft_tokens
     return -(-tokens // int(asked.page_size))
 
 
 def _listen(host: str, number: int) -> socket.socket:
-    """A socket that listens.
+    """A listening socket.
 
     Raises:
-        UsageError: the host is not this machine's, or the port is not to be had.
+        UsageError: the host is not this machine's, or the port cannot be listened on.
     """
+    if not host:  # To the socket, that is every interface.
+        accepted = "an IPv4 address of this machine; 0.0.0.0 for every interface"
+        raise UsageError(rejected("--host", host, accepted))
     # asyncio turns Nagle's algorithm off only where the protocol is named; with it, an answer
     # waits 40 ms for an acknowledgement.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -138,19 +149,19 @@ def _listen(host: str, number: int) -> socket.socket:
 
 
 def _server(asked: argparse.Namespace) -> tuple[uvicorn.Server, Supervisor]:
-    # Imported here, so that a mistake is answered at once; and the engine's process, which imports
-    # this file, loads none of it.
+    # Imported here: bad options are refused at once, and the engine process, which imports this
+    # file, loads none of it.
     import uvicorn
 
-    from harness.server.engine_process.messages import Options
+    from harness.server.engine_process.messages import EngineOptions
     from harness.server.engine_process.supervisor import Supervisor
     from harness.server.http.app import create_app
 
     names = ("models", "pair", "spec", "kernel", "device", "num_steps", "num_draft_tokens")
     more = ("page_size", "max_running_requests", "context_length", "slowdown")
-    room = 1 + (asked.max_running_requests + 1) * _pages_per_request(asked)
-    options = Options(
-        num_pages=asked.num_pages or room,
+    num_pages = 1 + (asked.max_running_requests + 1) * _pages_per_request(asked)
+    options = EngineOptions(
+        num_pages=asked.num_pages or num_pages,
         **{name: getattr(asked, name) for name in (*names, *more)},
     )
     supervisor = Supervisor(options)

@@ -30,7 +30,10 @@ PROMPT = {"input_ids": [5, 6, 7]}
         ({"input_ids": [[5], [6]], "rid": ["a", "a"]}, "rid: different ids"),
         ({"input_ids": [[5], [6]], "rid": "a"}, "rid: a list"),
         (PROMPT | {"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens = 0"),
-        (PROMPT | {"sampling_params": {"max_new_tokens": 510}}, "1 … 509 behind 3 prompt tokens"),
+        (
+            PROMPT | {"sampling_params": {"max_new_tokens": 510}},
+            "sampling_params.max_new_tokens = 510 is not accepted; accepted: 1 … 509 after 3",
+        ),
         (PROMPT | {"sampling_params": {"temperature": 0.7}}, "temperature = 0.7"),
         (PROMPT | {"sampling_params": {"top_p": 0.9}}, "top_p = 0.9"),
     ],

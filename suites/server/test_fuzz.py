@@ -15,6 +15,8 @@ from hypothesis.errors import Unsatisfiable
 from fixtures.drivers.crowd import settled
 from fixtures.pytest_plugin.servers import FreshServer
 
+CONTEXT = 256
+"""Most drawn limits without a value of their own, 128 tokens by default, fit it."""
 EXAMPLES = int(os.environ.get("SPECGATE_FUZZ", "12"))
 """Requests of each kind; SPECGATE_FUZZ=500 sends more than 2,000 in all."""
 
@@ -33,7 +35,7 @@ def operations(url: str) -> Iterator[tuple[Any, Any]]:
 
 
 def test_no_drawn_request_is_a_server_error(fresh_server: FreshServer) -> None:
-    served = fresh_server(context_length=64)
+    served = fresh_server(context_length=CONTEXT)
     answered: Counter[str] = Counter()
     for operation, mode in operations(served.url):
         strategy = operation.as_strategy(generation_mode=mode)

@@ -19,15 +19,22 @@ from harness.errors import NotReady, ServerError
 from harness.server.client.sglang import Client
 from harness.server.launch import process as launching
 from harness.server.launch.ports import free_port
-from harness.server.launch.process import ROOT, Launch, Running, attached, embedded, launch
+from harness.server.launch.process import (
+    ROOT,
+    ServerProcess,
+    ServerSpec,
+    attached,
+    embedded,
+    launch,
+)
 
 SOON_S = 10.0
 READY_S = 60.0
 
 
-def stub(*traits: str, **fields: object) -> Launch:
+def stub(*traits: str, **fields: object) -> ServerSpec:
     port = free_port()
-    spec = Launch(
+    spec = ServerSpec(
         name="stub",
         argv=(sys.executable, "-m", "fixtures.fakes.stub_process", str(port), *traits),
         url=f"http://127.0.0.1:{port}",
@@ -172,7 +179,7 @@ def test_a_server_that_died_when_it_was_ready_is_given_up_at_once(log: Path) -> 
 
 
 def test_servers_start_side_by_side(tmp_path: Path) -> None:
-    both = [Running(stub(), tmp_path / f"{name}.log") for name in "ab"]
+    both = [ServerProcess(stub(), tmp_path / f"{name}.log") for name in "ab"]
     try:
         assert all(0 < running.wait_ready() < SOON_S for running in both)
         first, second = (pids(running.log) for running in both)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.core.paths import MODELS
-from harness.server.launch.process import Launch, embedded
+from harness.server.launch.process import ServerSpec, embedded
 from harness.server.launch.sglang_command import sglang
 
 PAIRS = ("gqa", "mla")
@@ -41,7 +41,7 @@ SWITCHES = ("--sleep-on-idle",)
 BACKENDS = ("triton", "flashinfer", "fa3", "trtllm_mha", "trtllm_mla")
 
 
-def of_pair(pair: str, **options: object) -> Launch:
+def of_pair(pair: str, **options: object) -> ServerSpec:
     target, draft = MODELS / pair / "target", MODELS / pair / "draft"
     given = {"target": target, "draft": draft, "attention_backend": "triton"} | options
     return sglang(**given)  # type: ignore[arg-type]

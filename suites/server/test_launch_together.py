@@ -12,7 +12,7 @@ import pytest
 
 from harness.bench.server_pool import GRACE_S, STRAGGLER, stopped_together, wait_together
 from harness.errors import NotReady
-from harness.server.launch.process import ROOT, Running
+from harness.server.launch.process import ROOT, ServerProcess
 from suites.server.test_launch import SOON_S, alive, pids, stub
 
 LONG_S = 300.0
@@ -22,7 +22,7 @@ def test_a_hung_server_costs_a_wave_little_more_than_the_others_took(tmp_path: P
     with stopped_together() as started:
         for number, traits in enumerate(((), ("ill",), ())):
             spec = stub(*traits, ready_s=LONG_S)
-            started["one arm"].append(Running(spec, tmp_path / f"{number}.log"))
+            started["one arm"].append(ServerProcess(spec, tmp_path / f"{number}.log"))
         began = time.monotonic()
         wait_together(started)
         assert time.monotonic() - began < STRAGGLER * SOON_S
@@ -35,8 +35,8 @@ def test_a_hung_server_costs_a_wave_little_more_than_the_others_took(tmp_path: P
 
 def test_an_arm_that_takes_longer_than_the_other_is_not_given_up(tmp_path: Path) -> None:
     with stopped_together() as started:
-        started["A"].append(Running(stub(), tmp_path / "a.log"))
-        started["B"].append(Running(stub("ill", ready_s=1.5), tmp_path / "b.log"))
+        started["A"].append(ServerProcess(stub(), tmp_path / "a.log"))
+        started["B"].append(ServerProcess(stub("ill", ready_s=1.5), tmp_path / "b.log"))
         wait_together(started)
         assert started["A"][0].patience_s < SOON_S + GRACE_S
         assert started["B"][0].patience_s == 1.5
@@ -45,7 +45,7 @@ def test_an_arm_that_takes_longer_than_the_other_is_not_given_up(tmp_path: Path)
 def test_stopping_many_takes_as_long_as_stopping_one(tmp_path: Path) -> None:
     logs = [tmp_path / f"{number}.log" for number in range(4)]
     with stopped_together() as started:
-        started["A"] += [Running(stub("stubborn", grace_s=1.0), log) for log in logs]
+        started["A"] += [ServerProcess(stub("stubborn", grace_s=1.0), log) for log in logs]
         wait_together(started)
         found = [pid for log in logs for pid in pids(log)]
         asked = time.monotonic()

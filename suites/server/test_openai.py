@@ -134,12 +134,17 @@ def test_a_chat_goes_on_to_the_end_of_the_context(embedded_server):
         ),
         ("/v1/completions", {"prompt": "a", "top": 1}, "top", "top = 1 is not accepted"),
         ("/v1/completions", {"prompt": ["a", "b"], "stream": True}, None, "stream: one prompt"),
-        ("/v1/completions", {"prompt": "a", "max_tokens": 600}, None, "1 … 511 behind 1 prompt"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "max_tokens": 600},
+            "max_tokens",
+            "max_tokens = 600 is not accepted; accepted: 1 … 511 after 1 prompt tokens",
+        ),
         (
             "/v1/completions",
             {"prompt": "a", "max_tokens": 600, "stream": True},
-            None,
-            "1 … 511 behind 1 prompt",
+            "max_tokens",
+            "1 … 511 after 1 prompt tokens",
         ),
         ("/v1/chat/completions", {"messages": []}, "messages", "at least 1 item"),
         (
@@ -157,8 +162,20 @@ def test_a_chat_goes_on_to_the_end_of_the_context(embedded_server):
         (
             "/v1/chat/completions",
             {"messages": CHAT, "max_tokens": 600, "stream": True},
-            None,
-            "max_new_tokens = 600",
+            "max_tokens",
+            "max_tokens = 600",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": CHAT, "max_completion_tokens": 600},
+            "max_completion_tokens",
+            "max_completion_tokens = 600",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a b " * 300}]},
+            "messages",
+            "accepted: at most 511",
         ),
     ],
 )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,7 +17,7 @@ from harness.core.paths import MODELS
 from harness.errors import UsageError
 from harness.server.__main__ import main
 from harness.server.engine_process import build
-from harness.server.engine_process.messages import Options
+from harness.server.engine_process.messages import EngineOptions
 from harness.server.launch.process import ROOT
 
 
@@ -27,6 +30,7 @@ from harness.server.launch.process import ROOT
         (("--pair", "llama"), "--pair = 'llama' is not accepted; accepted: gqa, mla"),
         (("--slowdown", "11"), "--slowdown = 11.0 is not accepted; accepted: 0 … 10"),
         (("--spec", "v3"), "invalid choice: 'v3'"),
+        (("--host", ""), "--host = '' is not accepted; accepted: an IPv4 address"),
         # 512 tokens and 4 drafts are 33 pages of 16.
         (("--num-pages", "33"), "--num-pages = 33 is not accepted; accepted: at least 34"),
     ],
@@ -65,6 +69,39 @@ def test_an_engine_that_cannot_start_ends_the_server(words: tuple[str, ...], mes
     assert "Traceback" not in done.stderr
 
 
+def _without(name: str) -> Callable[[Path], None]:
+    return lambda target: (target / name).unlink()
+
+
+def _no_json(name: str) -> Callable[[Path], None]:
+    return lambda target: (target / name).write_text("[") and None
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_without("tokenizer.json"), "tokenizer.json does not exist"),
+        (_no_json("tokenizer.json"), "tokenizer.json is no tokenizer: "),
+        (_no_json("config.json"), "config.json is not accepted; accepted: a JSON object with"),
+        (_without("generation_config.json"), "generation_config.json does not exist"),
+    ],
+    ids=["no_tokenizer", "bad_tokenizer", "bad_config", "no_generation_config"],
+)
+def test_a_broken_pair_is_named_in_one_line(
+    damage: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
+    shutil.copytree(MODELS / "gqa", tmp_path / "gqa")
+    damage(tmp_path / "gqa" / "target")
+    command = [sys.executable, "-m", "harness", "serve", "--pair", "gqa", "--models", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("specgate serve: ")]
+    assert message in line
+
+
 def test_who_is_ended_before_the_engine_is_ready_did_not_fail_to_start() -> None:
     command = [sys.executable, "-m", "harness", "serve", "--pair", "gqa"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as served:
@@ -81,7 +118,7 @@ def test_who_is_ended_before_the_engine_is_ready_did_not_fail_to_start() -> None
 
 def test_a_kernel_for_other_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "compute_capability", lambda _: (7, 5))
-    options = Options(
+    options = EngineOptions(
         models=MODELS,
         pair="gqa",
         spec="v2",

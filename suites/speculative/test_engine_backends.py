@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.toys.tiny_engine import BACKENDS, CONTEXT, NEW, PROMPTS, Rig
-from fixtures.toys.toy_engine import speculation
+from fixtures.toys.tiny_engine import BACKENDS, CONTEXT, NEW, PROMPTS, TinyPair
+from fixtures.toys.toy_engine import spec_config
 from harness.engine.plan_stream import RecordedStreams
 from harness.oracle.generation import greedy
 
 
 @pytest.fixture(scope="module", params=sorted(BACKENDS))
-def rig(request: pytest.FixtureRequest) -> Rig:
-    return Rig(request.param)
+def rig(request: pytest.FixtureRequest) -> TinyPair:
+    return TinyPair(request.param)
 
 
-def test_plain_decoding_is_the_oracles_greedy_text(rig: Rig) -> None:
+def test_plain_decoding_is_the_oracles_greedy_text(rig: TinyPair) -> None:
     obtained = rig.engine(None).generate(PROMPTS, NEW)
     assert [g.token_ids for g in obtained] == [greedy(rig.target, p, NEW)[0] for p in PROMPTS]
 
@@ -33,9 +33,9 @@ def test_plain_decoding_is_the_oracles_greedy_text(rig: Rig) -> None:
 )
 @pytest.mark.parametrize(("steps", "width"), [(3, 4), (4, 3)], ids=lambda n: str(n))
 def test_tokens_and_accept_lengths_are_the_oracles(
-    rig: Rig, steps: int, width: int, version: int, graphs: bool, overlap: bool
+    rig: TinyPair, steps: int, width: int, version: int, graphs: bool, overlap: bool
 ) -> None:
-    spec = speculation(steps, width, version)
+    spec = spec_config(steps, width, version)
     streams = RecordedStreams() if overlap else None
     obtained = rig.engine(spec, graphs=graphs, streams=streams).generate(PROMPTS, NEW)
     for prompt, generation in zip(PROMPTS, obtained, strict=True):
@@ -45,23 +45,23 @@ def test_tokens_and_accept_lengths_are_the_oracles(
     assert streams is None or streams.hazards() == []
 
 
-def test_the_pair_is_worth_judging_by(rig: Rig) -> None:
-    spec = speculation(3, 4)
+def test_the_pair_is_worth_judging_by(rig: TinyPair) -> None:
+    spec = spec_config(3, 4)
     lengths = {n for prompt in PROMPTS for n in rig.expected(prompt, spec).accept_lengths}
     assert lengths >= {1, 2, 3}
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graph"])
-def test_a_text_may_fill_the_context(rig: Rig, graphs: bool) -> None:
-    spec, prompt = speculation(3, 4), [(7 * i * i + 3) % 97 for i in range(CONTEXT - NEW)]
+def test_a_text_may_fill_the_context(rig: TinyPair, graphs: bool) -> None:
+    spec, prompt = spec_config(3, 4), [(7 * i * i + 3) % 97 for i in range(CONTEXT - NEW)]
     (generation,) = rig.engine(spec, graphs=graphs).generate([prompt], NEW)
     assert tuple(generation.token_ids) == rig.expected(prompt, spec).token_ids
     assert tuple(generation.accept_lengths) == rig.expected(prompt, spec).accept_lengths
 
 
 @pytest.mark.parametrize("version", [1, 2], ids=["draft_extend_v1", "draft_extend_v2"])
-def test_idle_rounds_and_a_retraction_between_replays(rig: Rig, version: int) -> None:
-    spec = speculation(3, 4, version)
+def test_idle_rounds_and_a_retraction_between_replays(rig: TinyPair, version: int) -> None:
+    spec = spec_config(3, 4, version)
     engine = rig.engine(spec, graphs=True)
     engine.step()
     requests = [engine.submit(prompt, NEW) for prompt in PROMPTS[:3]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fixtures.toys.toy import TARGET, expected_generation
-from fixtures.toys.toy_engine import PROMPTS, bench, speculation
+from fixtures.toys.toy_engine import PROMPTS, spec_config, toy_engine
 from harness.engine.request import Generation
 
 NEW = 14
@@ -13,7 +13,7 @@ SHAPES = ((1, 2), (2, 2), (2, 3), (3, 3), (3, 4), (4, 3), (5, 6), (5, 2))
 
 
 def test_plain_output_is_the_dense_models_greedy_continuation() -> None:
-    generations = bench().engine.generate(PROMPTS, NEW)
+    generations = toy_engine().engine.generate(PROMPTS, NEW)
     for prompt, generation in zip(PROMPTS, generations, strict=True):
         tokens = list(prompt)
         for _ in range(NEW):
@@ -27,14 +27,14 @@ def test_plain_output_is_the_dense_models_greedy_continuation() -> None:
 def test_tokens_and_accept_lengths_are_those_of_whole_sequences(
     steps: int, width: int, version: int
 ) -> None:
-    generations = bench(speculation(steps, width, version)).engine.generate(PROMPTS, NEW)
+    generations = toy_engine(spec_config(steps, width, version)).engine.generate(PROMPTS, NEW)
     assert_as_expected(generations, steps, width)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 4, 5, 100])
 @pytest.mark.parametrize("version", [1, 2], ids=["draft_extend_v1", "draft_extend_v2"])
 def test_chunks_change_nothing(chunk_size: int, version: int) -> None:
-    engine = bench(speculation(3, 4, version), chunk_size=chunk_size).engine
+    engine = toy_engine(spec_config(3, 4, version), chunk_size=chunk_size).engine
     assert_as_expected(engine.generate(PROMPTS, NEW), 3, 4)
 
 

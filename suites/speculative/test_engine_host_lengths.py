@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.toys.toy_engine import PROMPTS, bench
+from fixtures.toys.toy_engine import PROMPTS, toy_engine
 from fixtures.toys.toy_rounds import WIDTH, run, standings
 
 BOTH = pytest.mark.parametrize("version", [1, 2], ids=["draft_extend_v1", "draft_extend_v2"])
@@ -26,7 +26,7 @@ def test_host_lengths_are_the_devices_where_somebody_reads_them(version: int) ->
 
 
 def test_host_lengths_of_plain_decoding_are_the_devices() -> None:
-    rig = bench(needs_cpu=True)
+    rig = toy_engine(needs_cpu=True)
     rig.engine.generate(PROMPTS[:3], 5)
     decodes = rig.trace.of("decode")
     assert len(decodes) == 4
@@ -42,6 +42,6 @@ def test_host_lengths_run_ahead_under_overlap() -> None:
             [s.accepted for s in standings(rig, requests, number - 1)] if number else [WIDTH] * 3
         )
         ahead = [WIDTH - n for n in lengths]
-        mirror, device = forward.seq_lens_cpu, forward.seq_lens
-        assert mirror is not None
-        assert (mirror - device).tolist() == ahead
+        needs_cpu_seq_lens, device = forward.seq_lens_cpu, forward.seq_lens
+        assert needs_cpu_seq_lens is not None
+        assert (needs_cpu_seq_lens - device).tolist() == ahead

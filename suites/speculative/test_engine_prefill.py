@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fixtures.toys.toy import TARGET
-from fixtures.toys.toy_engine import PROMPTS, bench, speculation
+from fixtures.toys.toy_engine import PROMPTS, spec_config, toy_engine
 from fixtures.toys.toy_rounds import STEPS, WIDTH
 from harness.errors import UsageError
 from harness.upstream.forward_batch_info import EagleDraftExtendInput
@@ -14,7 +14,7 @@ from harness.upstream.forward_batch_info import EagleDraftExtendInput
 
 @pytest.mark.parametrize("chunk_size", [None, 5])
 def test_prefill_in_chunks_and_the_draft_one_token_behind(chunk_size: int | None) -> None:
-    rig = bench(speculation(STEPS, WIDTH), chunk_size=chunk_size)
+    rig = toy_engine(spec_config(STEPS, WIDTH), chunk_size=chunk_size)
     rig.trace.clear()
     requests = [rig.engine.submit(prompt, 40) for prompt in PROMPTS[:3]]
     rig.engine.step()
@@ -44,4 +44,4 @@ def test_prefill_in_chunks_and_the_draft_one_token_behind(chunk_size: int | None
 @pytest.mark.parametrize("chunk_size", [0, -3])
 def test_a_chunk_has_tokens(chunk_size: int) -> None:
     with pytest.raises(UsageError, match=f"chunk_size = {chunk_size}"):
-        bench(chunk_size=chunk_size)
+        toy_engine(chunk_size=chunk_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fixtures.toys.toy import expected_generation
-from fixtures.toys.toy_engine import PROMPTS, bench, speculation
+from fixtures.toys.toy_engine import PROMPTS, spec_config, toy_engine
 from harness.engine.scheduler import Scheduler
 from harness.engine.spec_config import SpecConfig
 from harness.errors import CapacityError, UsageError
@@ -21,7 +21,7 @@ from harness.errors import CapacityError, UsageError
     ids=["empty", "nothing", "too_long"],
 )
 def test_a_prompt_that_cannot_be_served(prompt: list[int], count: int, message: str) -> None:
-    rig = bench(max_context_len=20)
+    rig = toy_engine(max_context_len=20)
     with pytest.raises(UsageError, match=message):
         rig.engine.submit(prompt, count)
     with pytest.raises(UsageError, match=message):
@@ -30,7 +30,7 @@ def test_a_prompt_that_cannot_be_served(prompt: list[int], count: int, message: 
 
 
 @pytest.mark.parametrize(
-    "spec", [None, speculation(3, 4, 1), speculation(3, 4)], ids=["plain", "v1", "v2"]
+    "spec", [None, spec_config(3, 4, 1), spec_config(3, 4)], ids=["plain", "v1", "v2"]
 )
 @pytest.mark.parametrize(
     "count", [pytest.param(2, id="at_admission"), pytest.param(30, id="while_running")]
@@ -39,7 +39,7 @@ def test_a_request_too_large_for_the_pools_leaves_nothing(
     spec: SpecConfig | None, count: int
 ) -> None:
     prompt = PROMPTS[2] * 2 if count == 2 else PROMPTS[0]
-    rig = bench(spec, num_pages=6, max_context_len=60)
+    rig = toy_engine(spec, num_pages=6, max_context_len=60)
     free = rig.free
     with pytest.raises(CapacityError, match="pages = "):
         rig.engine.generate([prompt], count)
@@ -52,7 +52,7 @@ def test_a_request_too_large_for_the_pools_leaves_nothing(
 
 def test_an_engine_that_cannot_work() -> None:
     with pytest.raises(UsageError, match="max_bs = 0"):
-        bench(max_bs=0)
-    rig = bench(speculation(5, 3), max_context_len=20)
+        toy_engine(max_bs=0)
+    rig = toy_engine(spec_config(5, 3), max_context_len=20)
     with pytest.raises(UsageError, match=r"max_context_len = 21 .* <= 20"):
         Scheduler(rig.worker, rig.slots, max_bs=1, max_context_len=21)

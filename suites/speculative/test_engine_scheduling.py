@@ -7,14 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from fixtures.toys.toy import expected_generation
-from fixtures.toys.toy_engine import PROMPTS, Bench, bench, speculation
+from fixtures.toys.toy_engine import PROMPTS, ToyEngine, spec_config, toy_engine
 from harness.engine.request import Generation, Request
 
 NEW = 13
-VARIANTS: dict[str, Callable[..., Bench]] = {
-    "plain": bench,
-    "draft_extend_v1": lambda **kw: bench(speculation(3, 4, 1), **kw),
-    "draft_extend_v2": lambda **kw: bench(speculation(3, 4, 2), **kw),
+VARIANTS: dict[str, Callable[..., ToyEngine]] = {
+    "plain": toy_engine,
+    "draft_extend_v1": lambda **kw: toy_engine(spec_config(3, 4, 1), **kw),
+    "draft_extend_v2": lambda **kw: toy_engine(spec_config(3, 4, 2), **kw),
 }
 EVERY = pytest.mark.parametrize("make", VARIANTS.values(), ids=VARIANTS)
 
@@ -30,7 +30,7 @@ def assert_conserved(generation: Generation) -> None:
     assert generation.spec_verify_ct == len(generation.accept_lengths)
 
 
-def drain(rig: Bench, requests: list[Request]) -> None:
+def drain(rig: ToyEngine, requests: list[Request]) -> None:
     while rig.engine.running or rig.engine.waiting:
         rig.engine.step()
     assert all(request.finished for request in requests)
@@ -38,7 +38,7 @@ def drain(rig: Bench, requests: list[Request]) -> None:
 
 @EVERY
 @pytest.mark.parametrize("max_bs", [1, 2, 3, 5])
-def test_slots_are_reused_by_those_who_wait(make: Callable[..., Bench], max_bs: int) -> None:
+def test_slots_are_reused_by_those_who_wait(make: Callable[..., ToyEngine], max_bs: int) -> None:
     rig = make(max_bs=max_bs)
     free = rig.free
     generations = rig.engine.generate(PROMPTS, NEW)
@@ -51,7 +51,7 @@ def test_slots_are_reused_by_those_who_wait(make: Callable[..., Bench], max_bs: 
 
 @EVERY
 @pytest.mark.parametrize("max_bs", [1, 2, 4])
-def test_as_many_run_as_may(make: Callable[..., Bench], max_bs: int) -> None:
+def test_as_many_run_as_may(make: Callable[..., ToyEngine], max_bs: int) -> None:
     engine = make(max_bs=max_bs).engine
     requests = [engine.submit(prompt, NEW) for prompt in PROMPTS]
     engine.step()
@@ -63,14 +63,17 @@ def test_as_many_run_as_may(make: Callable[..., Bench], max_bs: int) -> None:
 
 def test_accept_lengths_do_not_depend_on_the_batch() -> None:
     lengths = [
-        [g.accept_lengths for g in bench(speculation(3, 4), max_bs=n).engine.generate(PROMPTS, NEW)]
+        [
+            g.accept_lengths
+            for g in toy_engine(spec_config(3, 4), max_bs=n).engine.generate(PROMPTS, NEW)
+        ]
         for n in (1, 2, 5)
     ]
     assert lengths[0] == lengths[1] == lengths[2]
 
 
 @EVERY
-def test_an_engine_serves_one_batch_after_another(make: Callable[..., Bench]) -> None:
+def test_an_engine_serves_one_batch_after_another(make: Callable[..., ToyEngine]) -> None:
     rig = make(max_bs=3)
     for prompts in (PROMPTS, PROMPTS[::-1], PROMPTS[1:3]):
         obtained = rig.engine.generate(prompts, NEW)
@@ -81,7 +84,7 @@ def test_an_engine_serves_one_batch_after_another(make: Callable[..., Bench]) ->
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_a_retracted_request_gives_all_back_and_goes_on(
-    make: Callable[..., Bench], rounds: int, victim: int
+    make: Callable[..., ToyEngine], rounds: int, victim: int
 ) -> None:
     rig = make()
     free = rig.free
@@ -100,7 +103,7 @@ def test_a_retracted_request_gives_all_back_and_goes_on(
 
 
 def test_a_retracted_request_goes_before_those_who_never_ran() -> None:
-    rig = bench(speculation(3, 4), max_bs=2)
+    rig = toy_engine(spec_config(3, 4), max_bs=2)
     requests = [rig.engine.submit(prompt, NEW) for prompt in PROMPTS]
     rig.engine.step()
     rig.engine.retract(requests[0])
@@ -110,7 +113,7 @@ def test_a_retracted_request_goes_before_those_who_never_ran() -> None:
 
 
 @EVERY
-def test_the_youngest_is_retracted_when_pages_run_out(make: Callable[..., Bench]) -> None:
+def test_the_youngest_is_retracted_when_pages_run_out(make: Callable[..., ToyEngine]) -> None:
     rig = make(num_pages=14, max_context_len=40)
     free = rig.free
     generations = rig.engine.generate(PROMPTS, NEW)
@@ -124,7 +127,7 @@ def test_the_youngest_is_retracted_when_pages_run_out(make: Callable[..., Bench]
 
 def test_nobody_is_admitted_without_room_for_a_first_round() -> None:
     """7 + 4 tokens take three pages of four; two such prompts alone would fit five pages."""
-    rig = bench(speculation(3, 4), num_pages=6, max_bs=2)
+    rig = toy_engine(spec_config(3, 4), num_pages=6, max_bs=2)
     for _ in range(2):
         rig.engine.submit(PROMPTS[0], 3)
     rig.engine.step()
@@ -133,7 +136,7 @@ def test_nobody_is_admitted_without_room_for_a_first_round() -> None:
 
 
 @EVERY
-def test_an_aborted_request_leaves_the_others_alone(make: Callable[..., Bench]) -> None:
+def test_an_aborted_request_leaves_the_others_alone(make: Callable[..., ToyEngine]) -> None:
     rig = make(max_bs=2)
     free = rig.free
     requests = [rig.engine.submit(prompt, NEW) for prompt in PROMPTS]
@@ -151,7 +154,7 @@ def test_an_aborted_request_leaves_the_others_alone(make: Callable[..., Bench]) 
 
 @pytest.mark.parametrize("count", range(1, 9))
 def test_a_generation_ends_at_the_token_asked_for(count: int) -> None:
-    (generation,) = bench(speculation(3, 4)).engine.generate(PROMPTS[:1], count)
+    (generation,) = toy_engine(spec_config(3, 4)).engine.generate(PROMPTS[:1], count)
     expected = expected_generation(PROMPTS[0], count, 3, 4)
     assert generation.token_ids == expected.tokens
     assert generation.accept_lengths == expected.accept_lengths
@@ -160,7 +163,7 @@ def test_a_generation_ends_at_the_token_asked_for(count: int) -> None:
 
 
 @EVERY
-def test_a_generation_ends_at_its_end_token(make: Callable[..., Bench]) -> None:
+def test_a_generation_ends_at_its_end_token(make: Callable[..., ToyEngine]) -> None:
     for prompt in PROMPTS[:3]:
         whole = text(prompt)
         for eos in set(whole):
@@ -177,7 +180,7 @@ def test_accept_statistics() -> None:
 
 
 @EVERY
-def test_a_text_may_fill_the_context(make: Callable[..., Bench]) -> None:
+def test_a_text_may_fill_the_context(make: Callable[..., ToyEngine]) -> None:
     rig = make(max_context_len=20, max_bs=1)
     (generation,) = rig.engine.generate([PROMPTS[0]], 13)
     assert generation.token_ids == text(PROMPTS[0])

@@ -10,7 +10,7 @@ import torch
 
 from fixtures.toys.toy import expected_generation
 from fixtures.toys.toy_backend import DenseBackend
-from fixtures.toys.toy_engine import PROMPTS, bench, eagle_phases, kv_pool, speculation
+from fixtures.toys.toy_engine import PROMPTS, eagle_phases, kv_pool, spec_config, toy_engine
 from harness.engine.eagle_worker import EagleWorker
 from harness.engine.hazards import Hazard
 from harness.engine.plan_stream import RecordedStreams
@@ -56,7 +56,7 @@ FORGOTTEN: dict[type[RecordedStreams], set[Hazard]] = {
 @pytest.mark.parametrize("needs_cpu", [True, False], ids=["host_lengths", "no_host_lengths"])
 def test_overlap_changes_no_answer_and_races_nowhere(late: bool, needs_cpu: bool) -> None:
     streams = RecordedStreams(late=late)
-    rig = bench(speculation(4, 3), streams=streams, needs_cpu=needs_cpu, max_bs=2)
+    rig = toy_engine(spec_config(4, 3), streams=streams, needs_cpu=needs_cpu, max_bs=2)
     for prompt, generation in zip(PROMPTS, rig.engine.generate(PROMPTS, NEW), strict=True):
         expected = expected_generation(prompt, NEW, 4, 3)
         assert generation.token_ids == expected.tokens
@@ -69,18 +69,18 @@ def test_overlap_changes_no_answer_and_races_nowhere(late: bool, needs_cpu: bool
 @pytest.mark.parametrize("streams", [NoPlanWaits, NoMainWaits])
 def test_a_forgotten_wait_is_reported(streams: type[RecordedStreams]) -> None:
     recorded = streams()
-    bench(speculation(4, 3), streams=recorded).engine.generate(PROMPTS[:2], 6)
+    toy_engine(spec_config(4, 3), streams=recorded).engine.generate(PROMPTS[:2], 6)
     assert set(recorded.hazards()) == FORGOTTEN[streams]
 
 
 @BOTH
 def test_rounds_without_requests_run_idle_in_every_phase(version: int) -> None:
-    rig = bench(speculation(3, 4, version))
+    rig = toy_engine(spec_config(3, 4, version))
     rig.trace.clear()
     state = rig.worker.prefill([], [])
     for _ in range(2):
-        state, outcome = rig.worker.step(state)
-        assert outcome.tokens() == []
+        state, output = rig.worker.step(state)
+        assert output.tokens() == []
         assert state.bs == 0
     phases = ["target_extend", "draft_prefill"] + ["draft", "target_verify", "draft_extend"] * 2
     assert [forward.phase for forward in rig.trace] == phases
@@ -88,7 +88,7 @@ def test_rounds_without_requests_run_idle_in_every_phase(version: int) -> None:
 
 
 def test_plain_rounds_without_requests_run_idle() -> None:
-    rig = bench()
+    rig = toy_engine()
     rig.trace.clear()
     rig.engine.step()
     assert [(f.phase, f.batch.forward_mode) for f in rig.trace] == [("decode", ForwardMode.IDLE)]
@@ -96,7 +96,7 @@ def test_plain_rounds_without_requests_run_idle() -> None:
 
 @BOTH
 def test_requests_join_after_idle_rounds(version: int) -> None:
-    rig = bench(speculation(3, 4, version))
+    rig = toy_engine(spec_config(3, 4, version))
     rig.engine.step()
     (generation,) = rig.engine.generate(PROMPTS[:1], NEW)
     assert generation.token_ids == expected_generation(PROMPTS[0], NEW, 3, 4).tokens
@@ -104,7 +104,7 @@ def test_requests_join_after_idle_rounds(version: int) -> None:
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
 def test_verify_buffers_are_filled_and_the_backend_told_after_the_draft(overlap: bool) -> None:
-    rig = bench(speculation(3, 3), streams=RecordedStreams(late=False) if overlap else None)
+    rig = toy_engine(spec_config(3, 3), streams=RecordedStreams(late=False) if overlap else None)
     mask = torch.zeros(2 * 3 * 40, dtype=torch.bool)
     positions = torch.full((9,), -1)
     rig.target.verify_buffers = [mask, positions]
@@ -136,7 +136,7 @@ def test_verify_buffers_are_filled_and_the_backend_told_after_the_draft(overlap:
 
 def test_an_eager_verify_needs_no_buffers() -> None:
     """Three requests exceed the largest bucket; nobody asks for what only graphs have."""
-    rig = bench(speculation(3, 3))
+    rig = toy_engine(spec_config(3, 3))
     rig.target.verify_buffers = []
     for prompt in PROMPTS[:3]:
         rig.engine.submit(prompt, 20)
@@ -151,15 +151,15 @@ def test_an_eager_verify_needs_no_buffers() -> None:
 @pytest.mark.parametrize("width", [0, 1, 5])
 def test_a_chain_longer_than_its_drafts_is_refused(width: int) -> None:
     with pytest.raises(UsageError, match=rf"num_draft_tokens = {width} .* 2 … num_steps \+ 1 = 4"):
-        speculation(3, width)
+        spec_config(3, width)
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:
-    spec, pool = speculation(3, 3), kv_pool(8, 4)
+    spec, pool = spec_config(3, 3), kv_pool(8, 4)
     phases = eagle_phases(spec, DenseBackend(), needs_cpu=False)
     make = partial(EagleWorker, req_to_token_pool=ReqToTokenPool(1, 16), target_pool=pool)
     with pytest.raises(UsageError, match=r"streams = 'RecordedStreams' .* None under spec v1"):
-        make(phases, speculation(3, 3, 1), draft_pool=pool, streams=RecordedStreams())
+        make(phases, spec_config(3, 3, 1), draft_pool=pool, streams=RecordedStreams())
     with pytest.raises(UsageError, match=r"phases.draft = None .* num_steps > 1"):
         make(replace(phases, draft=None), spec, draft_pool=pool)
     with pytest.raises(UsageError, match=r"draft pool \(pages, page size\) = \(9, 4\) .* \(8, 4\)"):

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from fixtures.toys.tiny_engine import BACKENDS, NEW, Rig
+from fixtures.toys.tiny_engine import BACKENDS, NEW, TinyPair
 from harness.engine.plan_stream import RecordedStreams
 from harness.engine.request import Request
 from harness.engine.scheduler import Scheduler
@@ -26,8 +26,8 @@ LONGER = [*FIRST, 17, 33, 4]
 
 
 @pytest.fixture(scope="module", params=sorted(BACKENDS))
-def rig(request: pytest.FixtureRequest) -> Rig:
-    return Rig(request.param)
+def rig(request: pytest.FixtureRequest) -> TinyPair:
+    return TinyPair(request.param)
 
 
 def finish(engine: Scheduler, *prompts: list[int]) -> list[Request]:

@@ -78,7 +78,7 @@ def test_the_least_recently_wanted_leaf_goes_first():
     cache.insert(new, 5, allocator.alloc(1))
     cache.insert(fork, 9, allocator.alloc(2))
     held = cache.acquire(old)
-    cache.make_room(2)
+    cache.ensure_free(2)
     assert (allocator.available_pages, cache.pages) == (2, 3)
     assert cache.acquire(new) == []
     assert cache.clear() == 1
@@ -92,9 +92,9 @@ def test_nothing_is_evicted_for_room_that_cannot_be_made():
     cache = PrefixCache(allocator)
     cache.insert(range(9), 9, allocator.alloc(2))
     allocator.alloc(2)
-    cache.make_room(4)
+    cache.ensure_free(4)
     assert (allocator.available_pages, cache.pages) == (1, 2)
-    cache.make_room(1)
+    cache.ensure_free(1)
     assert cache.pages == 2
-    cache.make_room(3)
+    cache.ensure_free(3)
     assert (allocator.available_pages, cache.pages) == (3, 0)

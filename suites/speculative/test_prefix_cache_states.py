@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fixtures.toys.tiny_engine import Rig
+from fixtures.toys.tiny_engine import TinyPair
 from harness.engine.request import Request
 from harness.engine.spec_config import SpecConfig, SpecVersion
 
@@ -21,8 +21,8 @@ PROMPTS = (STEM[:1], STEM[:8], STEM, (*STEM[:8], 22, 8), (*STEM[:4], 33, 9, 1), 
 
 
 @cache
-def rig() -> Rig:
-    return Rig("gqa")
+def rig() -> TinyPair:
+    return TinyPair("gqa")
 
 
 @cache

@@ -15,27 +15,27 @@ from harness.engine.batch_state import (
 )
 
 
-def state(*numbers: int, mirror: bool = True, proposal: bool = True) -> BatchState:
+def state(*numbers: int, needs_cpu_seq_lens: bool = True, draft_state: bool = True) -> BatchState:
     """A request a number; every field of a request tells which it is."""
     told = torch.tensor(numbers)
+    column = told[:, None]
+    drafted = DraftState(column / 10, column * 1000, column * torch.ones(2))
     return BatchState(
         rows=told,
         seq_lens=told * 10,
         bonus=told * 100,
-        seq_lens_cpu=told * 10 + 4 if mirror else None,
-        proposal=DraftState(told[:, None] / 10, told[:, None] * 1000, told[:, None] * torch.ones(2))
-        if proposal
-        else None,
+        seq_lens_cpu=told * 10 + 4 if needs_cpu_seq_lens else None,
+        draft_state=drafted if draft_state else None,
     )
 
 
 def assert_same(obtained: BatchState, expected: BatchState) -> None:
     for name in ("rows", "seq_lens", "bonus", "seq_lens_cpu"):
         assert getattr(obtained, name).tolist() == getattr(expected, name).tolist(), name
-    assert obtained.proposal is not None
-    assert expected.proposal is not None
+    assert obtained.draft_state is not None
+    assert expected.draft_state is not None
     for name in ("topk_p", "topk_index", "hidden_states"):
-        mine, due = (getattr(each.proposal, name) for each in (obtained, expected))
+        mine, due = (getattr(each.draft_state, name) for each in (obtained, expected))
         assert mine.tolist() == due.tolist(), name
 
 
@@ -56,14 +56,14 @@ def test_nobody_joined_by_somebody() -> None:
 
 
 def test_without_a_mirror_or_a_draft_there_is_none_after() -> None:
-    bare = state(3, 5, mirror=False, proposal=False)
+    bare = state(3, 5, needs_cpu_seq_lens=False, draft_state=False)
     for after in (select(bare, [1]), join(bare, bare)):
         assert after.seq_lens_cpu is None
-        assert after.proposal is None
+        assert after.draft_state is None
 
 
 def test_proposals_one_behind_the_other() -> None:
-    first, second = state(3, 5).proposal, state(2).proposal
+    first, second = state(3, 5).draft_state, state(2).draft_state
     assert first is not None
     assert second is not None
     both = concatenate([first, second])
@@ -72,7 +72,7 @@ def test_proposals_one_behind_the_other() -> None:
 
 
 def test_a_round_emits_what_was_accepted_of_each_row() -> None:
-    outcome = StepOutput(
+    output = StepOutput(
         torch.tensor([2, 3, 1]).int(), torch.tensor([[4, 5, 6], [7, 8, 9], [1, 2, 3]])
     )
-    assert outcome.tokens() == [[4, 5], [7, 8, 9], [1]]
+    assert output.tokens() == [[4, 5], [7, 8, 9], [1]]

@@ -1,1 +1,1 @@
-"""The engine with a shipped pair in a process of its own, behind sglang's HTTP interface."""
+"""The engine process and the HTTP process's connection to it."""

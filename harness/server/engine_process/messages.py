@@ -1,4 +1,4 @@
-"""What the HTTP process and the engine's process say to each other."""
+"""Messages between the HTTP process and the engine process."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.server.http.service import Progress
+from harness.server.http.engine_client import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What an engine's process serves.
+class EngineOptions:
+    """Options of an engine process.
 
     Args:
         models: folder of the pairs.
         pair: name of one of them.
-        spec: "v1", "v2", or "none" for plain decoding.
+        spec: "v1", "v2", or "none" for the target alone.
         kernel: "reference", or that of a subject.
         device: such as "cpu".
-        num_steps: drafts a round.
-        num_draft_tokens: of a chain.
-        page_size: tokens a page.
+        num_steps: drafts per round.
+        num_draft_tokens: tokens of a chain.
+        page_size: tokens per page.
         num_pages: of each pool, the padding page included.
         max_running_requests: others wait.
         context_length: most tokens of a prompt and its generation.
-        slowdown: part of every step's time that it sleeps longer: a planted regression.
+        slowdown: part of every step's time that it sleeps longer: an injected slowdown.
     """
 
     models: Path
@@ -44,7 +44,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Submit:
-    """Queue a prompt; with ``stream`` every step is told, without it the end."""
+    """Queue a prompt; with ``stream`` every step sends progress, without it the last."""
 
     rid: str
     input_ids: tuple[int, ...]
@@ -68,14 +68,14 @@ class SlowDown:
 
 
 @dataclass(frozen=True)
-class Ask:
-    """A question that is answered by a ``Reply`` with its ticket: "flush" or "state"."""
+class Query:
+    """A query, "flush" or "state", that is answered by a ``Reply`` with its ticket."""
 
     ticket: int
     verb: str
 
 
-Command = Submit | Abort | SlowDown | Ask
+EngineCommand = Submit | Abort | SlowDown | Query
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,11 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer to a question; an error is what refused it."""
+    """The reply to a query; the error is empty unless it was refused."""
 
     ticket: int
     value: Any
     error: str = ""
 
 
-Event = Ready | Step | Rejection | Reply
+EngineEvent = Ready | Step | Rejection | Reply

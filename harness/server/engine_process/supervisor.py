@@ -1,4 +1,4 @@
-"""The HTTP process's side of an engine: starts its process, speaks to it, starts it again."""
+"""The HTTP process's side of the engine process: starts it, restarts it, exchanges messages."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from dataclasses import asdict
 from functools import cached_property
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from harness.errors import CheckpointError
 from harness.server.engine_process import entry
+from harness.server.engine_process.detokenizer import IncrementalDetokenizer
 from harness.server.engine_process.messages import (
     Abort,
-    Ask,
-    Command,
-    Event,
-    Options,
+    EngineCommand,
+    EngineEvent,
+    EngineOptions,
+    Query,
     Ready,
     Rejection,
     Reply,
@@ -31,32 +34,41 @@ from harness.server.engine_process.messages import (
     Step,
     Submit,
 )
-from harness.server.http.service import FlushRefused, Overloaded, Progress, Refused, WorkerLost
+from harness.server.http.engine_client import (
+    FlushRefused,
+    Overloaded,
+    Progress,
+    Refused,
+    WorkerLost,
+)
 
 MOST_REQUESTS = 1024
 FLUSH_POLL_S = 0.02
 RESTART_S = 0.5
-"""Before another start, so that an engine that cannot start does not eat the machine."""
+"""Before another start: an engine that cannot start must not keep the machine busy."""
 STOP_S = 5.0
 
 
 class Supervisor:
-    """An engine in a process of its own; implements ``harness.server.http.service.Service``.
+    """An ``EngineClient`` of an engine in a process of its own.
 
     Args:
         options: what the engine serves.
 
     Attributes:
         cannot_start: its first process ended before it was ready; there will be no other.
+
+    Raises:
+        CheckpointError: the pair has no tokenizer.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: EngineOptions) -> None:
         self._options = options
         self._target = options.models / options.pair / "target"
-        self._tokenizer = Tokenizer.from_file(str(self._target / "tokenizer.json"))
+        self._tokenizer = _load_tokenizer(self._target / "tokenizer.json")
         self._context = multiprocessing.get_context("spawn")
         self._requests: dict[str, asyncio.Queue[Progress | Exception]] = {}
-        self._questions: dict[int, asyncio.Future[Reply]] = {}
+        self._replies: dict[int, asyncio.Future[Reply]] = {}
         self._tickets = itertools.count()
         self._flushing = self._closing = self._was_ready = False
         self.cannot_start = False
@@ -69,16 +81,16 @@ class Supervisor:
         return self._ready.is_set()
 
     @property
-    def facts(self) -> Mapping[str, Any]:
-        """Its options, and how often its process was started again."""
+    def server_info(self) -> Mapping[str, Any]:
+        """Its options, its process and how often that was restarted."""
         options = asdict(self._options)
         del options["models"]
         pid = self._process.pid if self.healthy else None
         return options | {"engine": "specgate", "worker_pid": pid, "restarts": self._restarts}
 
     @cached_property
-    def model(self) -> Mapping[str, Any]:
-        """As ``Service`` says, under sglang's names."""
+    def model_info(self) -> Mapping[str, Any]:
+        """As in ``EngineClient``, under sglang's names."""
         config = json.loads((self._target / "config.json").read_text(encoding="utf-8"))
         return {
             "model_path": str(self._target),
@@ -96,16 +108,16 @@ class Supervisor:
 
     @property
     def context_length(self) -> int:
-        """As ``Service`` says."""
+        """As in ``EngineClient``."""
         return self._options.context_length
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text."""
         return list(self._tokenizer.encode(text).ids)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of tokens."""
-        return str(self._tokenizer.decode(list(ids)))
+    def new_detokenizer(self) -> IncrementalDetokenizer:
+        """As in ``EngineClient``."""
+        return IncrementalDetokenizer(self._tokenizer)
 
     async def start(self) -> None:
         """Start the process; it may not be ready yet."""
@@ -140,7 +152,7 @@ class Supervisor:
         ignore_eos: bool,
         stream: bool,
     ) -> AsyncGenerator[Progress, None]:
-        """As ``Service`` says."""
+        """As in ``EngineClient``."""
         self._require_ready()
         if rid in self._requests:
             raise Refused(f"rid = {rid!r} is not accepted; accepted: one that is not in use")
@@ -161,31 +173,31 @@ class Supervisor:
                 self._send(Abort(rid))
 
     def abort(self, rid: str) -> bool:
-        """As ``Service`` says; the request is answered with the reason "abort"."""
+        """As in ``EngineClient``; the request is answered with the reason "abort"."""
         known = rid in self._requests
         if known and self.healthy:
             self._send(Abort(rid))
         return known
 
     def abort_all(self) -> None:
-        """As ``Service`` says."""
+        """As in ``EngineClient``."""
         for rid in [*self._requests]:
             self.abort(rid)
 
     def slow_down(self, seconds: float) -> None:
-        """As ``Service`` says; a process that is started again does not sleep."""
+        """As in ``EngineClient``; a restarted process does not sleep."""
         self._require_ready()
         self._send(SlowDown(seconds))
 
     async def flush(self, timeout_s: float) -> int:
-        """As ``Service`` says."""
+        """As in ``EngineClient``."""
         if self._flushing:
             raise FlushRefused("another flush is pending")
         self._flushing = True
         deadline = self._loop.time() + timeout_s
         try:
             while True:
-                reply = await self._ask("flush")
+                reply = await self._query("flush")
                 if not reply.error:
                     return int(reply.value)
                 if self._loop.time() >= deadline:
@@ -195,41 +207,41 @@ class Supervisor:
             self._flushing = False
 
     async def state(self) -> dict[str, Any]:
-        """As ``Service`` says."""
-        return dict((await self._ask("state")).value)
+        """As in ``EngineClient``."""
+        return dict((await self._query("state")).value)
 
-    async def _ask(self, verb: str) -> Reply:
+    async def _query(self, verb: str) -> Reply:
         self._require_ready()
         ticket = next(self._tickets)
-        future = self._questions[ticket] = self._loop.create_future()
+        future = self._replies[ticket] = self._loop.create_future()
         try:
-            self._send(Ask(ticket, verb))
+            self._send(Query(ticket, verb))
             reply: Reply = await future
             return reply
         finally:
-            del self._questions[ticket]
+            del self._replies[ticket]
 
     def _require_ready(self) -> None:
         if not self.healthy:
             raise WorkerLost("the engine's process is starting or was lost; try again")
 
-    def _send(self, command: Command) -> None:
+    def _send(self, command: EngineCommand) -> None:
         try:
             self._pipe.send(command)
         except OSError as error:
             raise WorkerLost("the engine's process was lost; try again") from error
 
     def _listen(self, pipe: Connection) -> None:
-        """Of a thread: hand events to the loop until the process ends."""
+        """In a thread: hand events to the loop until the process ends."""
         try:
             while True:
-                self._loop.call_soon_threadsafe(self._take, pipe.recv())
+                self._loop.call_soon_threadsafe(self._handle, pipe.recv())
         except (EOFError, OSError):
             self._process.join()
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._lost)
 
-    def _take(self, event: Event) -> None:
+    def _handle(self, event: EngineEvent) -> None:
         if isinstance(event, Ready):
             self._was_ready = True
             self._ready.set()
@@ -237,8 +249,8 @@ class Supervisor:
             self._deliver(event.rid, event.progress, last=bool(event.progress.finish_reason))
         elif isinstance(event, Rejection):
             self._deliver(event.rid, Refused(event.reason), last=True)
-        elif event.ticket in self._questions:
-            self._questions[event.ticket].set_result(event)
+        elif event.ticket in self._replies:
+            self._replies[event.ticket].set_result(event)
 
     def _deliver(self, rid: str, found: Progress | Exception, *, last: bool) -> None:
         queue = self._requests.pop(rid, None) if last else self._requests.get(rid)
@@ -250,7 +262,7 @@ class Supervisor:
         loss = WorkerLost(f"the engine's process ended with {self._process.exitcode}")
         for rid in [*self._requests]:
             self._deliver(rid, loss, last=True)
-        for future in self._questions.values():
+        for future in self._replies.values():
             if not future.done():
                 future.set_exception(loss)
         if self._closing:
@@ -258,8 +270,17 @@ class Supervisor:
         self.cannot_start = not self._was_ready
         if self._was_ready:
             self._restarts += 1
-            self._again = self._loop.create_task(self._restart())
+            self._restart_task = self._loop.create_task(self._restart())
 
     async def _restart(self) -> None:
         await asyncio.sleep(RESTART_S)
         await self.start()
+
+
+def _load_tokenizer(path: Path) -> Tokenizer:
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the binding raises bare Exception and nothing narrower
+        raise CheckpointError(f"{path} is no tokenizer: {error}") from error

@@ -1,4 +1,4 @@
-"""sglang's HTTP interface over a service, and OpenAI's: requests in, answers and refusals out."""
+"""The FastAPI app: sglang's and OpenAI's HTTP endpoints over an engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from starlette.exceptions import HTTPException
 
 from harness.errors import rejected
 from harness.server.http import openai
-from harness.server.http.generate import Answers, Bodies
+from harness.server.http.engine_client import (
+    ClientDisconnected,
+    EngineClient,
+    FlushRefused,
+    Refused,
+    Unavailable,
+)
+from harness.server.http.generate import GenerateHandler, ResponseBodies
 from harness.server.http.middleware import ApiKey, BodyLimit, refusal
 from harness.server.http.neutral_fields import NOT_NEUTRAL
 from harness.server.http.prometheus import Metrics
@@ -24,11 +31,11 @@ from harness.server.http.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     ErrorBody,
+    GenerateReqInput,
     GenerateRequest,
     OpenAIRequest,
     SlowDownRequest,
 )
-from harness.server.http.service import ClientLeft, FlushRefused, Refused, Service, Unavailable
 
 MAX_BODY_BYTES = 2 << 20
 BODY_PATIENCE_S = 20.0
@@ -41,14 +48,14 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 STATUSES: dict[type[Exception], int] = {
     Refused: 400,
     FlushRefused: 400,
-    ClientLeft: 499,
+    ClientDisconnected: 499,
     Unavailable: 503,
 }
 Timeout = Annotated[float, Query(ge=0.0, le=MOST_TIMEOUT_S, allow_inf_nan=False)]
 
 
 def create_app(
-    service: Service,
+    engine: EngineClient,
     *,
     api_key: str | None = None,
     start: Callable[[], Awaitable[None]] | None = None,
@@ -57,10 +64,10 @@ def create_app(
     """An app.
 
     Args:
-        service: what it serves.
+        engine: what it serves.
         api_key: asked of every request but ``/health``, if there is one.
         start: awaited before the first request.
-        stop: awaited behind the last.
+        stop: awaited after the last.
     """
 
     @asynccontextmanager
@@ -76,65 +83,61 @@ def create_app(
         title="specgate", lifespan=lifespan, responses=REFUSALS, docs_url=None, redoc_url=None
     )
     metrics = Metrics()
-    answers = Answers(service, metrics)
-    _generation(app, answers)
-    _openai(app, service, answers)
-    _upkeep(app, service)
-    _facts(app, service, metrics)
-    _refusals(app)
+    handler = GenerateHandler(engine, metrics)
+    _add_generation(app, handler)
+    _add_openai(app, engine, handler)
+    _add_administration(app, engine)
+    _add_information(app, engine, metrics)
+    _add_error_handlers(app)
     if api_key:
         app.add_middleware(ApiKey, key=api_key)
     app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES, patience_s=BODY_PATIENCE_S)
     return app
 
 
-def _generation(app: FastAPI, answers: Answers) -> None:
+def _add_generation(app: FastAPI, handler: GenerateHandler) -> None:
     @app.post("/generate")
     async def generate(asked: GenerateRequest, request: Request) -> Response:
         if not asked.stream:
-            return JSONResponse(await _unless_left(request, answers.whole(asked)))
-        return await _streamed(request, answers, _chunks(answers, asked))
+            return JSONResponse(await _while_connected(request, handler.response(asked.to_input())))
+        return await _streamed(request, handler, handler.chunks(asked.to_input()))
 
     @app.get("/health_generate")
     async def health_generate(request: Request) -> Response:
         sampling = {"max_new_tokens": 1}
         asked = GenerateRequest.model_validate({"input_ids": [1], "sampling_params": sampling})
-        return JSONResponse(await _unless_left(request, answers.whole(asked)))
+        return JSONResponse(await _while_connected(request, handler.response(asked.to_input())))
 
 
-def _openai(app: FastAPI, service: Service, answers: Answers) -> None:
+def _add_openai(app: FastAPI, engine: EngineClient, handler: GenerateHandler) -> None:
     async def answer(
-        form: openai.Form, asked: OpenAIRequest, generate: GenerateRequest, request: Request
+        form: openai.EndpointFormat,
+        asked: OpenAIRequest,
+        prompts: GenerateReqInput,
+        request: Request,
     ) -> Response:
-        model = service.model["served_model_name"]
+        model = engine.model_info["served_model_name"]
         if not asked.stream:
-            found = await _unless_left(request, answers.whole(generate))
-            found = found if generate.batched else [found]
+            found = await _while_connected(request, handler.response(prompts))
+            found = found if prompts.batched else [found]
             return JSONResponse(openai.completion(form, model, found))
         chunks = openai.completion_chunks(
-            form, model, _chunks(answers, generate), include_usage=asked.includes_usage
+            form, model, handler.chunks(prompts), include_usage=asked.includes_usage
         )
-        return await _streamed(request, answers, chunks)
+        return await _streamed(request, handler, chunks)
 
     @app.post("/v1/completions")
     async def completions(asked: CompletionRequest, request: Request) -> Response:
-        return await answer(openai.COMPLETION, asked, asked.to_generate(), request)
+        return await answer(openai.COMPLETION, asked, asked.to_input(), request)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(asked: ChatCompletionRequest, request: Request) -> Response:
-        input_ids = service.encode(asked.prompt)
-        generate = asked.to_generate(input_ids, service.context_length - len(input_ids))
-        return await answer(openai.CHAT, asked, generate, request)
+        return await answer(openai.CHAT, asked, asked.to_input(), request)
 
 
-def _chunks(answers: Answers, asked: GenerateRequest) -> Bodies:
-    rid = asked.rid if isinstance(asked.rid, str) else None
-    return answers.chunks(rid, asked.prompts[0], asked.sampling_params, stream=True)
-
-
-async def _streamed(request: Request, answers: Answers, chunks: Bodies) -> Response:
+async def _streamed(request: Request, handler: GenerateHandler, chunks: ResponseBodies) -> Response:
     # What is refused is refused by a status, not in the stream.
-    first = await _unless_left(request, anext(chunks))
+    first = await _while_connected(request, anext(chunks))
 
     async def all_chunks() -> AsyncGenerator[dict[str, Any], None]:
         async with aclosing(chunks):
@@ -142,61 +145,61 @@ async def _streamed(request: Request, answers: Answers, chunks: Bodies) -> Respo
             async for chunk in chunks:
                 yield chunk
 
-    return StreamingResponse(answers.events(all_chunks()), media_type="text/event-stream")
+    return StreamingResponse(handler.events(all_chunks()), media_type="text/event-stream")
 
 
-async def _unless_left(request: Request, work: Awaitable[Any]) -> Any:
+async def _while_connected(request: Request, work: Awaitable[Any]) -> Any:
     """The work's result.
 
     Raises:
         ClientLeft: the client went away first; the work is cancelled.
     """
     task = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_left(request))
+    disconnected = asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnected), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientLeft("the client went away")
+            raise ClientDisconnected("the client disconnected")
         return task.result()
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from group
     finally:
-        for waiting in (task, leaving):
+        for waiting in (task, disconnected):
             waiting.cancel()
-        await asyncio.gather(task, leaving, return_exceptions=True)
+        await asyncio.gather(task, disconnected, return_exceptions=True)
 
 
-async def _left(request: Request) -> None:
-    """Return when the client has gone; a body that nobody has read, or none, comes first."""
+async def _disconnected(request: Request) -> None:
+    """Return when the client disconnects; a body that nobody has read, or none, comes first."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-def _upkeep(app: FastAPI, service: Service) -> None:
+def _add_administration(app: FastAPI, engine: EngineClient) -> None:
     @app.get("/flush_cache", operation_id="get_flush_cache")
     @app.post("/flush_cache", operation_id="flush_cache")
     async def flush_cache(timeout: Timeout = 0.0) -> PlainTextResponse:
-        pages = await service.flush(timeout)
+        pages = await engine.flush(timeout)
         return PlainTextResponse(f"Cache flushed: {pages} pages.\n")
 
     @app.post("/abort_request")
     async def abort_request(asked: AbortRequest) -> dict[str, bool]:
         if asked.rid is None:
-            service.abort_all()
+            engine.abort_all()
             return {"aborted": True}
-        return {"aborted": service.abort(asked.rid)}
+        return {"aborted": engine.abort(asked.rid)}
 
     @app.post("/slow_down")
     async def slow_down(asked: SlowDownRequest) -> Response:
-        service.slow_down(asked.forward_sleep_time or 0.0)
+        engine.slow_down(asked.forward_sleep_time or 0.0)
         return Response()
 
 
-def _facts(app: FastAPI, service: Service, metrics: Metrics) -> None:
+def _add_information(app: FastAPI, engine: EngineClient, metrics: Metrics) -> None:
     started = int(time.time())
 
     def require_healthy() -> None:
-        if not service.healthy:
+        if not engine.healthy:
             raise Unavailable("the engine's process is starting or was lost")
 
     @app.get("/health")
@@ -208,7 +211,7 @@ def _facts(app: FastAPI, service: Service, metrics: Metrics) -> None:
     async def models() -> dict[str, Any]:
         # sglang's and OpenAI's clients take this answer for a server that is ready.
         require_healthy()
-        name = service.model["served_model_name"]
+        name = engine.model_info["served_model_name"]
         model = {
             "id": name,
             "object": "model",
@@ -216,29 +219,29 @@ def _facts(app: FastAPI, service: Service, metrics: Metrics) -> None:
             "owned_by": "specgate",
             "root": name,
             "parent": None,
-            "max_model_len": service.context_length,
+            "max_model_len": engine.context_length,
         }
         return {"object": "list", "data": [model]}
 
     @app.get("/get_model_info", operation_id="get_model_info")
     @app.get("/model_info", operation_id="model_info")
     async def model_info() -> dict[str, Any]:
-        return {**service.model, "chat_template": CHAT_TEMPLATE, "default_temperature": 0.0}
+        return {**engine.model_info, "chat_template": CHAT_TEMPLATE, "default_temperature": 0.0}
 
     @app.get("/get_server_info", operation_id="get_server_info")
     @app.get("/server_info", operation_id="server_info")
     async def server_info() -> dict[str, Any]:
-        state = await service.state()
+        state = await engine.state()
         if metrics.accept_length is not None:
             state["avg_spec_accept_length"] = metrics.accept_length
-        return {**service.facts, "internal_states": [state]}
+        return {**engine.server_info, "internal_states": [state]}
 
     @app.get("/metrics")
     async def prometheus() -> Response:
-        return Response(metrics.text(await service.state()), media_type="text/plain")
+        return Response(metrics.text(await engine.state()), media_type="text/plain")
 
 
-def _refusals(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         clearest = _clearest(error.errors())
@@ -250,18 +253,19 @@ def _refusals(app: FastAPI) -> None:
         return refusal(error.status_code, "HTTPException", str(error.detail))
 
     for kind, status in STATUSES.items():
-        app.exception_handler(kind)(_answer(status))
+        app.exception_handler(kind)(_error_handler(status))
 
 
-def _answer(status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
+def _error_handler(status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def handle(_: Request, error: Exception) -> Response:
-        return refusal(status, type(error).__name__, str(error))
+        param = getattr(error, "param", None)
+        return refusal(status, type(error).__name__, str(error), param)
 
     return handle
 
 
 def _clearest(errors: Sequence[Any]) -> list[Any]:
-    """Of each field those of the form it comes closest to, a few of them."""
+    """Of each field the errors of the form that it comes closest to; a few of them."""
     forms: dict[Any, dict[Any, list[Any]]] = {}
     for error in errors:
         _, field, form = (*error["loc"], None, None)[:3]

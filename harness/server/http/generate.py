@@ -1,4 +1,4 @@
-"""From progress to bodies of ``/generate``: whole, in batches and as server-sent events."""
+"""Responses of ``/generate``: whole, in batches and as server-sent events."""
 
 from __future__ import annotations
 
@@ -10,39 +10,37 @@ from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
 
-from harness.errors import ContractError
+from harness.errors import ContractError, rejected
+from harness.server.http.engine_client import EngineClient, Refused, Unavailable
 from harness.server.http.middleware import error_body
 from harness.server.http.prometheus import Metrics
-from harness.server.http.protocol import GenerateRequest, SamplingParams
-from harness.server.http.service import Service, Unavailable
+from harness.server.http.protocol import GenerateReqInput
 
-Bodies = AsyncGenerator[dict[str, Any], None]
+ResponseBodies = AsyncGenerator[dict[str, Any], None]
 
 
-class Answers:
-    """Runs requests on a service.
+class GenerateHandler:
+    """Runs requests on an engine.
 
     Args:
-        service: what computes them.
+        engine: what computes them.
         metrics: where they are counted.
     """
 
-    def __init__(self, service: Service, metrics: Metrics) -> None:
-        self._service, self._metrics = service, metrics
+    def __init__(self, engine: EngineClient, metrics: Metrics) -> None:
+        self._engine, self._metrics = engine, metrics
 
-    async def whole(self, asked: GenerateRequest) -> Any:
-        """The body of an answer, a list of a batch; if one prompt fails, the others are aborted."""
-        rids = asked.rid if isinstance(asked.rid, list) else [asked.rid] * len(asked.prompts)
+    async def response(self, asked: GenerateReqInput) -> Any:
+        """The whole body, a list for a batch; if one prompt fails, the others are aborted."""
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(self._last(rid, prompt, asked.sampling_params))
-                for rid, prompt in zip(rids, asked.prompts, strict=True)
+                group.create_task(self._last(asked, index)) for index in range(len(asked.prompts))
             ]
         bodies = [task.result() for task in tasks]
         return bodies if asked.batched else bodies[0]
 
-    async def events(self, chunks: Bodies) -> AsyncGenerator[str, None]:
-        """Server-sent events of chunks; a service that is lost on the way is one of them."""
+    async def events(self, chunks: ResponseBodies) -> AsyncGenerator[str, None]:
+        """Server-sent events of chunks; an engine that is lost on the way is one of them."""
         async with aclosing(chunks):
             try:
                 async for body in chunks:
@@ -53,49 +51,72 @@ class Answers:
         yield "data: [DONE]\n\n"
 
     async def chunks(
-        self, rid: str | None, prompt: Any, sampling: SamplingParams, *, stream: bool
-    ) -> Bodies:
-        """Cumulative bodies, the last with a finish reason; without ``stream`` the last alone."""
+        self, asked: GenerateReqInput, index: int = 0, *, stream: bool = True
+    ) -> ResponseBodies:
+        """Cumulative bodies of one prompt, the last with a finish reason; else the last alone.
+
+        Raises:
+            Refused: prompt and limit do not fit the context.
+        """
         started = time.perf_counter()
-        input_ids = self._service.encode(prompt) if isinstance(prompt, str) else prompt
-        name, ids = rid or uuid4().hex, list[int]()
-        progress = self._service.generate(
-            name,
-            input_ids,
-            sampling.max_new_tokens,
-            ignore_eos=bool(sampling.ignore_eos),
-            stream=stream,
-        )
+        prompt = asked.prompts[index]
+        input_ids = self._engine.encode(prompt) if isinstance(prompt, str) else prompt
+        rid, output_ids = asked.rids[index] or uuid4().hex, list[int]()
+        detokenize = self._engine.new_detokenizer()
         try:
-            async with aclosing(progress):
-                async for step in progress:
-                    ids += step.new_ids
+            steps = self._engine.generate(
+                rid,
+                input_ids,
+                self._limit(asked, len(input_ids)),
+                ignore_eos=asked.ignore_eos,
+                stream=stream,
+            )
+            async with aclosing(steps):
+                async for step in steps:
+                    output_ids += step.new_ids
                     reason = {"type": step.finish_reason} if step.finish_reason else None
                     meta = {
-                        "id": name,
+                        "id": rid,
                         "finish_reason": reason,
                         "prompt_tokens": len(input_ids),
-                        "completion_tokens": len(ids),
+                        "completion_tokens": len(output_ids),
                         "cached_tokens": step.cached_tokens,
                         "spec_verify_ct": step.spec_verify_ct,
-                        "spec_accept_length": len(ids) / max(step.spec_verify_ct, 1),
+                        "spec_accept_length": len(output_ids) / max(step.spec_verify_ct, 1),
                         "engine_latency": step.engine_s,
                         "e2e_latency": time.perf_counter() - started,
                     }
                     if reason:
                         self._metrics.answered(len(input_ids), meta)
                     yield {
-                        "text": self._service.decode(ids),
-                        "output_ids": [*ids],
+                        "text": detokenize(step.new_ids),
+                        "output_ids": [*output_ids],
                         "meta_info": meta,
                     }
         except ContractError:
             self._metrics.failed()
             raise
 
-    async def _last(self, rid: str | None, prompt: Any, sampling: SamplingParams) -> dict[str, Any]:
+    def _limit(self, asked: GenerateReqInput, prompt_tokens: int) -> int:
+        """Tokens to generate at most.
+
+        Raises:
+            Refused: prompt or limit do not fit the context; under the client's names.
+        """
+        longest = self._engine.context_length - prompt_tokens
+        if longest < 1:
+            most = self._engine.context_length - 1
+            message = rejected(f"tokens of {asked.prompt_field}", prompt_tokens, f"at most {most}")
+            raise Refused(message, asked.prompt_field)
+        limit = longest if asked.max_new_tokens is None else asked.max_new_tokens
+        if limit > longest:
+            accepted = f"1 … {longest} after {prompt_tokens} prompt tokens"
+            raise Refused(rejected(asked.limit_field, limit, accepted), asked.limit_field)
+        return limit
+
+    async def _last(self, asked: GenerateReqInput, index: int) -> dict[str, Any]:
         body: dict[str, Any] = {}
-        async with aclosing(self.chunks(rid, prompt, sampling, stream=False)) as chunks:
+        async with aclosing(self.chunks(asked, index, stream=False)) as chunks:
             async for chunk in chunks:
                 body = chunk
         return body

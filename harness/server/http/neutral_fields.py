@@ -1,4 +1,4 @@
-"""Known request fields that are not carried out, and the values of each that change nothing.
+"""Neutral request fields: known, not implemented, accepted at the values that change nothing.
 
 The fields are those of sglang 0.5.14 to 0.5.23 and of OpenAI. A row's values are JSON values; a
 type among them stands for every value of it. Decoding is greedy, so no seed changes an answer.
@@ -7,33 +7,31 @@ type among them stands for every value of it. Decoding is greedy, so no seed cha
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Annotated, Any, TypeAlias, TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
-from pydantic import BaseModel, PlainValidator, WithJsonSchema, create_model
-from pydantic_core import PydanticCustomError
+from pydantic import ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
-Values: TypeAlias = tuple[Any, ...]
-Table: TypeAlias = Mapping[str, Values]
-Model = TypeVar("Model", bound=type[BaseModel])
+NeutralValues: TypeAlias = tuple[Any, ...]
+NeutralFields: TypeAlias = Mapping[str, NeutralValues]
 
 NOT_NEUTRAL = "not_neutral"
-"""The type of pydantic's error; its context says what is accepted."""
-UNSET: Values = (None,)
-EMPTY: Values = (None, [])
-BLANK: Values = (None, "")
-NO_MAP: Values = (None, {})
-OFF: Values = (None, False)
-ON: Values = (None, True)
-ZERO: Values = (None, 0)
-ONE: Values = (None, 1)
-ANY_INTEGER: Values = (None, int)
-ANY_TEXT: Values = (None, str)
-ONLY_WORKER: Values = (None, 0)
+"""The type of pydantic's error; its context holds what is accepted."""
+UNSET: NeutralValues = (None,)
+EMPTY: NeutralValues = (None, [])
+BLANK: NeutralValues = (None, "")
+NO_MAP: NeutralValues = (None, {})
+OFF: NeutralValues = (None, False)
+ON: NeutralValues = (None, True)
+ZERO: NeutralValues = (None, 0)
+ONE: NeutralValues = (None, 1)
+ANY_INTEGER: NeutralValues = (None, int)
+ANY_TEXT: NeutralValues = (None, str)
+ONLY_WORKER: NeutralValues = (None, 0)
 WHOLE_VOCABULARY, GREEDY = (-1, 1 << 30), 1
 
-DECODING: Table = {
+DECODING: NeutralFields = {
     "temperature": ZERO,
     "top_p": ONE,
     "top_k": (None, *WHOLE_VOCABULARY, GREEDY),
@@ -53,7 +51,7 @@ DECODING: Table = {
     "custom_params": NO_MAP,
     "watermark": UNSET,
 }
-SAMPLING: Table = {
+SAMPLING: NeutralFields = {
     **DECODING,
     "beam_width": ONE,
     "json_schema": BLANK,
@@ -63,7 +61,7 @@ SAMPLING: Table = {
     "stream_interval": ONE,
     "structural_tag": BLANK,
 }
-ROUTING: Table = {
+ROUTING: NeutralFields = {
     "bootstrap_host": UNSET,
     "bootstrap_port": UNSET,
     "bootstrap_room": UNSET,
@@ -83,7 +81,7 @@ ROUTING: Table = {
     "session_id": UNSET,
     "session_params": UNSET,
 }
-GENERATE: Table = {
+GENERATE: NeutralFields = {
     **ROUTING,
     "audio_data": EMPTY,
     "background": OFF,
@@ -136,7 +134,7 @@ GENERATE: Table = {
     "video_max_dynamic_patch": UNSET,
     "watermark": UNSET,
 }
-OPENAI: Table = {
+OPENAI: NeutralFields = {
     **DECODING,
     **ROUTING,
     "metadata": NO_MAP,
@@ -150,7 +148,7 @@ OPENAI: Table = {
     "seed": ANY_INTEGER,
     "user": ANY_TEXT,
 }
-COMPLETION: Table = {
+COMPLETION: NeutralFields = {
     **OPENAI,
     "best_of": ONE,
     "custom_labels": NO_MAP,
@@ -159,7 +157,7 @@ COMPLETION: Table = {
     "logprobs": UNSET,
     "suffix": BLANK,
 }
-CHAT: Table = {
+CHAT: NeutralFields = {
     **OPENAI,
     "chat_template_kwargs": NO_MAP,
     "continue_final_message": OFF,
@@ -189,7 +187,7 @@ CHAT: Table = {
     "use_audio_in_video": OFF,
     "video_config": UNSET,
 }
-MESSAGE: Table = {
+MESSAGE: NeutralFields = {
     "annotations": EMPTY,
     "audio": UNSET,
     "function_call": UNSET,
@@ -198,50 +196,63 @@ MESSAGE: Table = {
     "refusal": UNSET,
     "tool_calls": EMPTY,
 }
-STREAM_OPTIONS: Table = {"continuous_usage_stats": OFF, "include_obfuscation": OFF}
+STREAM_OPTIONS: NeutralFields = {"continuous_usage_stats": OFF, "include_obfuscation": OFF}
 
 
-def accepting(table: Table, *, batched: bool = False) -> Callable[[Model], Model]:
-    """Give a model the fields of a table; any other value is an error of type ``NOT_NEUTRAL``.
+def without_neutral(
+    given: Mapping[str, Any], fields: NeutralFields, *, batched: bool, title: str
+) -> dict[str, Any]:
+    """A request body without its neutral fields.
 
     Args:
-        table: names and the values that change nothing.
-        batched: whether a list of such values, one for each prompt, is accepted too.
+        given: names and values of the body.
+        fields: which names are neutral, at which values.
+        batched: whether a list of such values, one per prompt, is accepted too.
+        title: the body's, for the error.
+
+    Raises:
+        ValidationError: of type ``NOT_NEUTRAL``; a field has any other value.
     """
-
-    def extend(model: Model) -> Model:
-        fields: dict[str, Any] = {
-            name: (_only(values, batched=batched), None) for name, values in table.items()
-        }
-        return create_model(  # type: ignore[return-value]
-            model.__name__,
-            __base__=model,
-            __module__=model.__module__,
-            __doc__=model.__doc__,
-            **fields,
-        )
-
-    return extend
-
-
-def _only(values: Values, *, batched: bool) -> Any:
-    """A type of which only these values are."""
-    schema: dict[str, Any] = {"anyOf": [_schema(value) for value in values]}
-    if batched:
-        schema["anyOf"].append({"type": "array", "items": {"anyOf": [*schema["anyOf"]]}})
-    check = PlainValidator(partial(_checked, values=values, batched=batched))
-    return Annotated[Any, check, WithJsonSchema(schema)]
+    errors: list[InitErrorDetails] = []
+    rest = {}
+    for name, value in given.items():
+        values = fields.get(name)
+        if values is None:
+            rest[name] = value
+        elif not _is_neutral(value, values, batched=batched):
+            error = PydanticCustomError(
+                NOT_NEUTRAL, "accepted: {accepted}", {"accepted": _accepted(values)}
+            )
+            errors.append({"type": error, "loc": (name,), "input": value})
+    if errors:
+        raise ValidationError.from_exception_data(title, errors)
+    return rest
 
 
-def _checked(given: Any, *, values: Values, batched: bool) -> Any:
-    each = given if batched and isinstance(given, list) and given not in values else [given]
-    if all(any(_same(one, value) for value in values) for one in each):
-        return given
+def json_schemas(fields: NeutralFields, *, batched: bool) -> dict[str, Any]:
+    """The JSON schema of each field."""
+    return {name: _schema(values, batched=batched) for name, values in fields.items()}
+
+
+def _schema(values: NeutralValues, *, batched: bool) -> dict[str, Any]:
+    names = {str: "string", int: "integer"}
+    forms: list[dict[str, Any]] = [
+        {"type": names[value]} if isinstance(value, type) else {"enum": [value]} for value in values
+    ]
+    batch = [{"type": "array", "items": {"anyOf": forms}}] if batched else []
+    return {"anyOf": forms + batch}
+
+
+def _accepted(values: NeutralValues) -> str:
     words = {str: "any text", int: "any integer"}
-    accepted = ", ".join(
+    return ", ".join(
         words[value] if isinstance(value, type) else json.dumps(value) for value in values
     )
-    raise PydanticCustomError(NOT_NEUTRAL, "accepted: {accepted}", {"accepted": accepted})
+
+
+def _is_neutral(given: Any, values: NeutralValues, *, batched: bool) -> bool:
+    each = given if batched and isinstance(given, list) and given not in values else [given]
+    return all(any(_same(one, value) for value in values) for one in each)
 
 
 def _same(given: Any, value: Any) -> bool:
@@ -249,8 +260,3 @@ def _same(given: Any, value: Any) -> bool:
     if isinstance(value, type):
         return isinstance(given, value) and not isinstance(given, bool)
     return isinstance(given, bool) == isinstance(value, bool) and bool(given == value)
-
-
-def _schema(value: Any) -> dict[str, Any]:
-    names = {str: "string", int: "integer"}
-    return {"type": names[value]} if isinstance(value, type) else {"enum": [value]}

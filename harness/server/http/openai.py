@@ -1,4 +1,4 @@
-"""From bodies of ``/generate`` to those of ``/v1/completions`` and ``/v1/chat/completions``."""
+"""Responses of ``/v1/completions`` and ``/v1/chat/completions`` from those of ``/generate``."""
 
 from __future__ import annotations
 
@@ -9,68 +9,68 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from harness.server.http.generate import Bodies
+from harness.server.http.generate import ResponseBodies
 
 UNFINISHED = "\ufffd"
-"""What the bytes of a character that is not whole yet decode to."""
+"""The character that bytes of an unfinished one decode to."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
-    """How one of the two endpoints words an answer.
+class EndpointFormat:
+    """The form of one endpoint's responses.
 
     Args:
-        prefix: of an answer's id.
-        whole: name of the object that is a whole answer.
-        piece: name of the object that is a chunk of a stream.
-        said: a whole text, in a choice.
-        added: a piece of a text, in a choice of a chunk.
-        opening: a choice's content in a chunk that comes before any text.
+        id_prefix: of a response's id.
+        response_object: name of the object that is a whole response.
+        chunk_object: name of the object that is a chunk of a stream.
+        response_content: a choice's content with a whole text.
+        chunk_content: a choice's content with a piece of a text.
+        first_content: a choice's content in a chunk before any text; None for no such chunk.
     """
 
-    prefix: str
-    whole: str
-    piece: str
-    said: Callable[[str], dict[str, Any]]
-    added: Callable[[str], dict[str, Any]]
-    opening: dict[str, Any] | None
+    id_prefix: str
+    response_object: str
+    chunk_object: str
+    response_content: Callable[[str], dict[str, Any]]
+    chunk_content: Callable[[str], dict[str, Any]]
+    first_content: dict[str, Any] | None
 
 
-COMPLETION = Form(
-    prefix="cmpl",
-    whole="text_completion",
-    piece="text_completion",
-    said=lambda text: {"text": text},
-    added=lambda text: {"text": text},
-    opening=None,
+COMPLETION = EndpointFormat(
+    id_prefix="cmpl",
+    response_object="text_completion",
+    chunk_object="text_completion",
+    response_content=lambda text: {"text": text},
+    chunk_content=lambda text: {"text": text},
+    first_content=None,
 )
-CHAT = Form(
-    prefix="chatcmpl",
-    whole="chat.completion",
-    piece="chat.completion.chunk",
-    said=lambda text: {"message": {"role": "assistant", "content": text}},
-    added=lambda text: {"delta": {"content": text}},
-    opening={"delta": {"role": "assistant", "content": ""}},
+CHAT = EndpointFormat(
+    id_prefix="chatcmpl",
+    response_object="chat.completion",
+    chunk_object="chat.completion.chunk",
+    response_content=lambda text: {"message": {"role": "assistant", "content": text}},
+    chunk_content=lambda text: {"delta": {"content": text}},
+    first_content={"delta": {"role": "assistant", "content": ""}},
 )
 
 
-def completion(form: Form, model: str, answers: Sequence[Any]) -> dict[str, Any]:
-    """A whole answer; a choice for each answer of ``/generate``."""
+def completion(form: EndpointFormat, model: str, responses: Sequence[Any]) -> dict[str, Any]:
+    """A whole response, with a choice for each of ``/generate``."""
     return {
-        **_head(form.prefix, form.whole, model),
+        **_head(form.id_prefix, form.response_object, model),
         "choices": [
-            _choice(index, form.said(answer["text"]), _reason(answer))
-            for index, answer in enumerate(answers)
+            _choice(index, form.response_content(response["text"]), _reason(response))
+            for index, response in enumerate(responses)
         ],
-        "usage": _usage(answers),
+        "usage": _usage(responses),
     }
 
 
 async def completion_chunks(
-    form: Form, model: str, chunks: Bodies, *, include_usage: bool
-) -> Bodies:
-    """Chunks of a stream, each with the text that is new; with usage a last one that counts."""
-    head = _head(form.prefix, form.piece, model)
+    form: EndpointFormat, model: str, chunks: ResponseBodies, *, include_usage: bool
+) -> ResponseBodies:
+    """Chunks of a stream, each with the text that is new; with usage a last one has the counts."""
+    head = _head(form.id_prefix, form.chunk_object, model)
     if include_usage:
         head["usage"] = None
     sent: str | None = None
@@ -79,19 +79,21 @@ async def completion_chunks(
             if sent is None:
                 sent = ""
                 # Not before the first tokens: what is refused is refused by a status.
-                if form.opening:
-                    yield head | {"choices": [_choice(0, form.opening, None)]}
+                if form.first_content:
+                    yield head | {"choices": [_choice(0, form.first_content, None)]}
             reason = _reason(body)
             text = body["text"] if reason else body["text"].rstrip(UNFINISHED)
             if reason or len(text) > len(sent):
-                yield head | {"choices": [_choice(0, form.added(text[len(sent) :]), reason)]}
+                yield head | {
+                    "choices": [_choice(0, form.chunk_content(text[len(sent) :]), reason)]
+                }
                 sent = text
     if include_usage:
         yield head | {"choices": [], "usage": _usage([body])}
 
 
-def _head(prefix: str, kind: str, model: str) -> dict[str, Any]:
-    name = f"{prefix}-{uuid4().hex}"
+def _head(id_prefix: str, kind: str, model: str) -> dict[str, Any]:
+    name = f"{id_prefix}-{uuid4().hex}"
     return {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
 
@@ -104,9 +106,9 @@ def _reason(body: Any) -> str | None:
     return found["type"] if found else None
 
 
-def _usage(answers: Sequence[Any]) -> dict[str, Any]:
+def _usage(responses: Sequence[Any]) -> dict[str, Any]:
     prompt, completed, cached = (
-        sum(answer["meta_info"][name] for answer in answers)
+        sum(response["meta_info"][name] for response in responses)
         for name in ("prompt_tokens", "completion_tokens", "cached_tokens")
     )
     return {

@@ -1,13 +1,24 @@
-"""Bodies of sglang's and OpenAI's requests; what is not carried out is refused by name."""
+"""Request bodies of sglang's and OpenAI's endpoints; what is not implemented is refused by name."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from harness.server.http import neutral_fields
-from harness.server.http.neutral_fields import accepting
+from harness.server.http.neutral_fields import NeutralFields
 
 MOST_PROMPTS = 64
 MOST_MESSAGES = 256
@@ -16,7 +27,7 @@ MOST_TOKENS = 100_000
 MOST_SLEEP_S = 1.0
 COMPLETION_TOKENS = 16
 """OpenAI's default of ``max_tokens``."""
-ONE_STREAM = "stream: one prompt a request is accepted"
+ONE_STREAM = "stream: one prompt per request is accepted"
 RID = Annotated[str, Field(min_length=1, max_length=128)]
 Text = Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -26,27 +37,78 @@ TokenLists = Annotated[list[Tokens], Field(min_length=1, max_length=MOST_PROMPTS
 NewTokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class GenerateReqInput:
+    """Prompts to continue, whichever endpoint they came by.
+
+    Args:
+        prompts: texts or lists of tokens.
+        batched: whether the response is a list.
+        rids: an id per prompt; None for one that the server makes.
+        max_new_tokens: where each ends at the latest; None for the end of the context.
+        ignore_eos: whether it goes on after the end token.
+        prompt_field: the client's name of the prompts.
+        limit_field: the client's name of the limit.
+    """
+
+    prompts: Sequence[str] | Sequence[list[int]]
+    batched: bool
+    rids: Sequence[str | None]
+    max_new_tokens: int | None
+    ignore_eos: bool
+    prompt_field: str
+    limit_field: str
+
+
 class Strict(BaseModel):
-    """Wrong types and unknown fields are errors."""
+    """A body in which wrong types and unknown fields are errors.
+
+    Attributes:
+        neutral: further fields, at the values that change nothing.
+        batched_neutral: whether lists of such values, one per prompt, are accepted too.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    neutral: ClassVar[NeutralFields] = {}
+    batched_neutral: ClassVar[bool] = False
+
+    # As fields of the model they would cost time in every request, the absent ones too.
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return neutral_fields.without_neutral(
+            given, cls.neutral, batched=cls.batched_neutral, title=cls.__name__
+        )
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """The schema with the neutral fields."""
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).setdefault("properties", {})
+        properties |= neutral_fields.json_schemas(cls.neutral, batched=cls.batched_neutral)
+        return schema
 
 
-@accepting(neutral_fields.SAMPLING)
 class SamplingParams(Strict):
-    """Greedy decoding alone; without a temperature too."""
+    """Parameters of greedy decoding, which is what the server does without a temperature too."""
 
+    neutral = neutral_fields.SAMPLING
     max_new_tokens: NewTokens = 128
     ignore_eos: bool | None = False
 
 
-@accepting(neutral_fields.GENERATE, batched=True)
 class GenerateRequest(Strict):
     """``POST /generate``: exactly one of text and input_ids; lists are batches."""
 
     model_config = ConfigDict(
         json_schema_extra={"oneOf": [{"required": ["text"]}, {"required": ["input_ids"]}]}
     )
+    neutral = neutral_fields.GENERATE
+    batched_neutral = True
 
     text: Text | Texts | None = None
     input_ids: Tokens | TokenLists | None = None
@@ -81,19 +143,32 @@ class GenerateRequest(Strict):
     @property
     def prompts(self) -> list[Any]:
         """Texts or lists of tokens."""
-        asked: Any = self.text if self.text is not None else self.input_ids
-        return list(asked) if self.batched else [asked]
+        given: Any = self.text if self.text is not None else self.input_ids
+        return list(given) if self.batched else [given]
+
+    def to_input(self) -> GenerateReqInput:
+        """The endpoint-independent form."""
+        rids = self.rid if isinstance(self.rid, list) else [self.rid] * len(self.prompts)
+        return GenerateReqInput(
+            prompts=self.prompts,
+            batched=self.batched,
+            rids=rids,
+            max_new_tokens=self.sampling_params.max_new_tokens,
+            ignore_eos=bool(self.sampling_params.ignore_eos),
+            prompt_field="input_ids" if self.text is None else "text",
+            limit_field="sampling_params.max_new_tokens",
+        )
 
 
-@accepting(neutral_fields.STREAM_OPTIONS)
 class StreamOptions(Strict):
-    """What else a stream of OpenAI's tells."""
+    """Options of OpenAI's streams."""
 
+    neutral = neutral_fields.STREAM_OPTIONS
     include_usage: bool | None = False
 
 
 class OpenAIRequest(Strict):
-    """What both of OpenAI's requests have in common; the model served answers to any name."""
+    """Fields of both of OpenAI's requests; the model that is served answers to any name."""
 
     ignore_eos: bool | None = False
     stream: bool | None = False
@@ -105,29 +180,35 @@ class OpenAIRequest(Strict):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-@accepting(neutral_fields.COMPLETION)
 class CompletionRequest(OpenAIRequest):
     """``POST /v1/completions``; lists of prompts are batches."""
 
+    neutral = neutral_fields.COMPLETION
     prompt: Text | Texts | Tokens | TokenLists
     max_tokens: NewTokens | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> CompletionRequest:
-        if self.stream and self.to_generate().batched:
+        if self.stream and self.batched:
             raise ValueError(ONE_STREAM)
         return self
 
-    def to_generate(self) -> GenerateRequest:
-        """The same as a request of ``/generate``."""
-        first = self.prompt[0]
-        texts = isinstance(first, str)
-        return GenerateRequest.model_construct(
-            text=self.prompt if texts else None,
-            input_ids=None if texts else self.prompt,
-            sampling_params=SamplingParams.model_construct(
-                max_new_tokens=self.max_tokens or COMPLETION_TOKENS, ignore_eos=self.ignore_eos
-            ),
+    @property
+    def batched(self) -> bool:
+        """Whether several prompts may be sent: a list of texts or of lists of tokens."""
+        return isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+
+    def to_input(self) -> GenerateReqInput:
+        """The endpoint-independent form."""
+        prompts: Any = self.prompt if self.batched else [self.prompt]
+        return GenerateReqInput(
+            prompts=prompts,
+            batched=self.batched,
+            rids=[None] * len(prompts),
+            max_new_tokens=self.max_tokens or COMPLETION_TOKENS,
+            ignore_eos=bool(self.ignore_eos),
+            prompt_field="prompt",
+            limit_field="max_tokens",
         )
 
 
@@ -138,10 +219,10 @@ class TextPart(Strict):
     text: Annotated[str, Field(max_length=MOST_CHARACTERS)]
 
 
-@accepting(neutral_fields.MESSAGE)
 class Message(Strict):
-    """One of a conversation."""
+    """One message of a conversation."""
 
+    neutral = neutral_fields.MESSAGE
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, Field(max_length=MOST_CHARACTERS)] | list[TextPart] | None
 
@@ -153,10 +234,10 @@ class Message(Strict):
         return [self.content or ""]
 
 
-@accepting(neutral_fields.CHAT)
 class ChatCompletionRequest(OpenAIRequest):
     """``POST /v1/chat/completions``; without a limit it goes on to the end of the context."""
 
+    neutral = neutral_fields.CHAT
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_tokens: NewTokens | None = None
     max_completion_tokens: NewTokens | None = None
@@ -172,19 +253,16 @@ class ChatCompletionRequest(OpenAIRequest):
         """Contents joined by newlines: the shipped tokenizers have no chat template."""
         return "\n".join(text for message in self.messages for text in message.texts)
 
-    def to_generate(self, input_ids: list[int], room: int) -> GenerateRequest:
-        """The same as a request of ``/generate``.
-
-        Args:
-            input_ids: tokens of the prompt.
-            room: tokens that the context has left behind them.
-        """
-        limit = self.max_completion_tokens or self.max_tokens or max(room, 1)
-        return GenerateRequest.model_construct(
-            input_ids=input_ids,
-            sampling_params=SamplingParams.model_construct(
-                max_new_tokens=limit, ignore_eos=self.ignore_eos
-            ),
+    def to_input(self) -> GenerateReqInput:
+        """The endpoint-independent form."""
+        return GenerateReqInput(
+            prompts=[self.prompt],
+            batched=False,
+            rids=[None],
+            max_new_tokens=self.max_completion_tokens or self.max_tokens,
+            ignore_eos=bool(self.ignore_eos),
+            prompt_field="messages",
+            limit_field="max_completion_tokens" if self.max_completion_tokens else "max_tokens",
         )
 
 
@@ -202,13 +280,13 @@ class AbortRequest(Strict):
 
 
 class SlowDownRequest(Strict):
-    """``POST /slow_down``: sleep before every step, null to stop; for planted regressions."""
+    """``POST /slow_down``: sleep before every step, null to stop; for injected slowdowns."""
 
     forward_sleep_time: Annotated[float, Field(ge=0.0, le=MOST_SLEEP_S)] | None
 
 
 class Detail(BaseModel):
-    """What was wrong."""
+    """The error of a refusal."""
 
     message: str
     type: str

@@ -23,7 +23,7 @@ LAST_LINES = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class ServerSpec:
     """How to start a server, once: its port is chosen.
 
     Args:
@@ -43,7 +43,7 @@ class Launch:
     grace_s: float = 5.0
 
 
-class Running:
+class ServerProcess:
     """A server that was started, and may not be ready yet; several start side by side.
 
     Args:
@@ -54,7 +54,7 @@ class Running:
         patience_s: from its start until it must be well; may be lowered while it is waited for.
     """
 
-    def __init__(self, spec: Launch, log: Path) -> None:
+    def __init__(self, spec: ServerSpec, log: Path) -> None:
         self.spec, self.log, self.url = spec, log, spec.url
         self.started, self.patience_s = time.monotonic(), spec.ready_s
         self._ready_s: float | None = None
@@ -116,7 +116,7 @@ class Running:
         return "".join(f"\n    {line}" for line in (f"log: {self.log}", *lines[-LAST_LINES:]))
 
 
-def _guarded(spec: Launch, log: Path) -> subprocess.Popen[bytes]:
+def _guarded(spec: ServerSpec, log: Path) -> subprocess.Popen[bytes]:
     """The guard of the server's processes, which ends them when its standard input closes."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
@@ -132,13 +132,13 @@ def _guarded(spec: Launch, log: Path) -> subprocess.Popen[bytes]:
 
 
 @contextmanager
-def launch(spec: Launch, log: Path) -> Iterator[Running]:
+def launch(spec: ServerSpec, log: Path) -> Iterator[ServerProcess]:
     """A server that is ready, stopped in the end.
 
     Raises:
         NotReady: it never was.
     """
-    running = Running(spec, log)
+    running = ServerProcess(spec, log)
     try:
         running.wait_ready()
         yield running
@@ -146,14 +146,14 @@ def launch(spec: Launch, log: Path) -> Iterator[Running]:
         running.stop()
 
 
-def attached(url: str) -> Launch:
+def attached(url: str) -> ServerSpec:
     """A server that somebody else has started, and will stop."""
-    return Launch(name="attached", argv=(), url=url.rstrip("/"), ready_s=ATTACH_S)
+    return ServerSpec(name="attached", argv=(), url=url.rstrip("/"), ready_s=ATTACH_S)
 
 
 def embedded(
     pair: str, *, python: str = sys.executable, ready_s: float = 120.0, **options: object
-) -> Launch:
+) -> ServerSpec:
     """``specgate serve`` with a shipped pair.
 
     Args:
@@ -164,7 +164,7 @@ def embedded(
     """
     port = free_port()
     given = {name: value for name, value in options.items() if value is not None}
-    return Launch(
+    return ServerSpec(
         name=f"embedded {pair}",
         argv=(python, "-m", "harness", "serve", *flags(pair=pair, port=port, **given)),
         url=f"http://127.0.0.1:{port}",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.server.launch.ports import free_port
-from harness.server.launch.process import Launch, flags
+from harness.server.launch.process import ServerSpec, flags
 
 READY_S = 300.0
 MAX_TOTAL_TOKENS, MEM_FRACTION_STATIC = 20_000, 0.3
@@ -26,7 +26,7 @@ def sglang(
     context_length: int = 2048,
     python: str = sys.executable,
     args: Sequence[str] = (),
-) -> Launch:
+) -> ServerSpec:
     """A server of the sglang that ``python`` has.
 
     Args:
@@ -65,7 +65,7 @@ def sglang(
         log_level="warning",
         **spec,
     )
-    return Launch(
+    return ServerSpec(
         name=f"sglang {attention_backend}",
         # Idle servers of a wave must not keep a core busy while another one is measured.
         argv=(python, "-m", "sglang.launch_server", *words, "--sleep-on-idle", *args),

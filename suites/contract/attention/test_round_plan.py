@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from fixtures.toys.tiny_engine import PROMPTS, Rig
+from fixtures.toys.tiny_engine import PROMPTS, TinyPair
 from fixtures.toys.toy_attention import slots, swa_pool
-from fixtures.toys.toy_engine import speculation
+from fixtures.toys.toy_engine import spec_config
 from fixtures.toys.toy_scenes import phase_id
 from fixtures.toys.toy_trio import KINDS, Trio
 from harness.attention.baselines import HostLengthsMLABackend, VerifyFixUpMHABackend
@@ -172,14 +172,14 @@ def test_an_engine_shares_where_it_can(
         fill(self, phases, source, table=table)
 
     monkeypatch.setattr(MetadataWriter, "fill", counted)
-    spec = speculation(steps, min(3, steps + 1), version)
-    Rig(family).engine(spec, graphs=True)
+    spec = spec_config(steps, min(3, steps + 1), version)
+    TinyPair(family).engine(spec, graphs=True)
     buckets = 2
     assert seen == {key: buckets * times for key, times in fills.items()}
     # A peer fills by itself, beside steps that share a table all the same.
     monkeypatch.setattr(BACKENDS[family], "shares_rounds", False)
     seen.clear()
-    Rig(family).engine(spec, graphs=True)
+    TinyPair(family).engine(spec, graphs=True)
     assert not any(kind.shares_rounds for kind in (HostLengthsMLABackend, VerifyFixUpMHABackend))
     assert seen[1, False] == 0
     assert seen[steps, True] == 0 or steps == 1
@@ -187,8 +187,8 @@ def test_an_engine_shares_where_it_can(
 
 def test_what_the_draft_fills_is_a_resource_of_both_queues() -> None:
     streams = RecordedStreams()
-    rig = Rig("gqa")
-    rig.engine(speculation(3, 4, 2), graphs=True, streams=streams).generate(PROMPTS[:2], 4)
+    rig = TinyPair("gqa")
+    rig.engine(spec_config(3, 4, 2), graphs=True, streams=streams).generate(PROMPTS[:2], 4)
     shared = "round metadata"
     assert {op.name for op in streams.issued if shared in op.writes} == {"draft"}
     assert {op.name for op in streams.issued if shared in op.reads} == {"verify and extend"}

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from fixtures.toys.tiny_engine import ROOM, Rig
-from fixtures.toys.toy_engine import speculation
+from fixtures.toys.tiny_engine import CONFIG, TinyPair
+from fixtures.toys.toy_engine import spec_config
 from harness.core.record import Verdict
 from harness.differential.generated_text import judge_text, transcribe
 from harness.engine.models.loader import Pair
@@ -95,19 +95,19 @@ def test_a_failing_engine_becomes_a_line() -> None:
 
 @pytest.fixture(scope="module")
 def pair() -> Pair:
-    return Rig("gqa").pair
+    return TinyPair("gqa").pair
 
 
 def test_a_pair_of_another_family_is_refused(pair: Pair) -> None:
     with pytest.raises(UsageError, match=r"subject = 'trtllm_mla/reference' .* family mha"):
-        EngineBuilder(pair, SUBJECTS["trtllm_mla/reference"], None, ROOM)
+        EngineBuilder(pair, SUBJECTS["trtllm_mla/reference"], None, CONFIG)
 
 
 @pytest.mark.parametrize("capture_bs", [(), (1, 2)], ids=["eager", "graph"])
 def test_a_single_step_drafts_nothing_more(pair: Pair, capture_bs: tuple[int, ...]) -> None:
-    room = replace(ROOM, capture_bs=capture_bs)
+    config = replace(CONFIG, capture_bs=capture_bs)
     subject, prompts = SUBJECTS["trtllm_mha/reference"], [[5, 9, 3], [14]]
-    plain = EngineBuilder(pair, subject, None, room).engine().generate(prompts, 6)
-    spec = EngineBuilder(pair, subject, speculation(1, 2), room).engine().generate(prompts, 6)
-    assert [text.token_ids for text in spec] == [text.token_ids for text in plain]
+    target_only = EngineBuilder(pair, subject, None, config).scheduler().generate(prompts, 6)
+    spec = EngineBuilder(pair, subject, spec_config(1, 2), config).scheduler().generate(prompts, 6)
+    assert [text.token_ids for text in spec] == [text.token_ids for text in target_only]
     assert {n for text in spec for n in text.accept_lengths} <= {1, 2}

@@ -1,20 +1,23 @@
-"""What an app serves, whoever computes it."""
+"""The engine as the HTTP app sees it: its interface, its progress and its errors."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from harness.errors import ContractError, UsageError
 
+Detokenize = Callable[[Sequence[int]], str]
+"""Takes the next tokens of one request and returns the text of all its tokens so far."""
+
 
 class Unavailable(ContractError):
-    """What was asked cannot be done at the moment."""
+    """The engine cannot do at the moment what was asked."""
 
 
-class ClientLeft(ContractError):
-    """Nobody waits for the answer any more."""
+class ClientDisconnected(ContractError):
+    """The client closed the connection before the answer."""
 
 
 class Overloaded(Unavailable):
@@ -30,19 +33,28 @@ class FlushRefused(ContractError):
 
 
 class Refused(UsageError):
-    """A request that can never be served."""
+    """A request that can never be served.
+
+    Args:
+        message: field, value and what is accepted.
+        param: the field, None where it is not known.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What a request has since the last one.
+    """The progress of a request since its last one.
 
     Args:
         new_ids: tokens, possibly none.
         cached_tokens: of its prompt.
         spec_verify_ct: verify steps so far, 0 without speculation.
-        engine_s: since the engine was handed it.
-        finish_reason: "length", "stop" or "abort" behind its last tokens, else empty.
+        engine_s: seconds since the engine got it.
+        finish_reason: "length", "stop" or "abort" with its last tokens, else empty.
     """
 
     new_ids: tuple[int, ...]
@@ -52,8 +64,8 @@ class Progress:
     finish_reason: str = ""
 
 
-class Service(Protocol):
-    """An engine as an app sees it."""
+class EngineClient(Protocol):
+    """An engine that runs elsewhere."""
 
     @property
     def healthy(self) -> bool:
@@ -61,13 +73,13 @@ class Service(Protocol):
         ...
 
     @property
-    def facts(self) -> Mapping[str, Any]:
-        """What it serves and how; JSON values."""
+    def server_info(self) -> Mapping[str, Any]:
+        """Its options and its process; JSON values."""
         ...
 
     @property
-    def model(self) -> Mapping[str, Any]:
-        """The model, as ``/model_info`` tells it; JSON values."""
+    def model_info(self) -> Mapping[str, Any]:
+        """The model, as ``/model_info`` shows it; JSON values."""
         ...
 
     @property
@@ -79,8 +91,8 @@ class Service(Protocol):
         """Tokens of a text."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of tokens."""
+    def new_detokenizer(self) -> Detokenize:
+        """A detokenizer for one request."""
         ...
 
     def generate(
@@ -92,7 +104,7 @@ class Service(Protocol):
         ignore_eos: bool,
         stream: bool,
     ) -> AsyncGenerator[Progress, None]:
-        """Greedy continuation; a caller that goes away early aborts it.
+        """Greedy continuation; closing the generator early aborts it.
 
         With ``stream`` there is progress after every step, without it once, at the end.
 
@@ -119,7 +131,7 @@ class Service(Protocol):
         ...
 
     async def flush(self, timeout_s: float) -> int:
-        """Empty the prefix cache as soon as nothing runs or waits; how many pages it gave back.
+        """Empty the prefix cache as soon as nothing runs or waits; how many pages were freed.
 
         Raises:
             FlushRefused: not idle in time, or another flush is pending.
