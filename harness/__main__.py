@@ -37,7 +37,7 @@ HANDED_ON = {
     "bench": ("fixtures.bench", "compare two servers in randomised blocks, to a verdict"),
     "compare": ("harness.bench", "judge a benchmark's records again and print what they show"),
     "serve": ("harness.server", "serve a shipped pair over HTTP"),
-    "mutants": ("fixtures.mutants", "plant the defects of the table, see which tests notice"),
+    "mutants": ("fixtures.mutants", "plant the mutants of the tables, see which test notices"),
 }
 """Verbs that are modules with a command line of their own, which they explain by ``--help``."""
 

@@ -1,106 +1,295 @@
-"""The kill matrix says who noticed, and counts nothing that proves nothing."""
+"""A mutant is planted where its row says, meets the tests that execute it first, and survives only all."""
 
 from __future__ import annotations
 
-import ast
 import io
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from queue import SimpleQueue
 
 import pytest
 from rich.console import Console
 
 from fixtures import mutants
-from fixtures.mutants import ROOT, Fate, ask, main, matrix, planted, show
+from fixtures.mutants import ROOT, Copy, Fate, Kept, Outcome, main, matrix, show
+from fixtures.mutation.planting import locate, planted
+from fixtures.mutation.recording import Recording, record
 from fixtures.tables.mutants import ROWS
-from fixtures.tables.mutants.mutant import Mutant
+from fixtures.tables.mutants.mutant import Mutant, Seam, Text
 from harness.errors import UsageError
 
-TWICE = "def twice(x):\n    return 2 * x\n"
+TOY = '''\
+"""A module with a seam of each kind."""
+from dataclasses import dataclass
+from functools import cached_property
+
+LIMIT = 3
+if True:
+    INSIDE, ELSE = 1, 2
+
+
+def twice(x):
+    """Two times."""
+    return 2 * x
+
+
+def caller(x):
+    return twice(x) + LIMIT
+
+
+@dataclass(frozen=True)
+class Toy:
+    size: int = 4
+    kind = "toy"
+
+    def grown(self, by=1):
+        return self.size + by
+
+    @property
+    def half(self):
+        return self.size / 2
+
+    @cached_property
+    def third(self):
+        return self.size / 3
+
+    @classmethod
+    def named(cls):
+        return cls.__name__
+
+    @staticmethod
+    def zero():
+        return 0
+
+    @property
+    def wide(self):
+        return self.size
+
+    @wide.setter
+    def wide(self, value):
+        pass
+
+
+async def later():
+    return 1
+'''
+IMPORTS = "from harness.toy import *\nfrom harness.toy import Toy, caller, twice\n"
 TESTS = {
-    "test_two.py": "from twice import twice\ndef test_two():\n    assert twice(2) == 4\n",
-    "test_three.py": "from twice import twice\ndef test_three():\n    assert twice(3) == 6\n",
-    "test_wrong.py": "def test_wrong():\n    assert 1 == 2\n",
-    "test_none.py": "",
-    "test_slow.py": "import time\ndef test_slow():\n    time.sleep(60)\n",
+    "test_two.py": "def test_two():\n    assert twice(2) == 4\n",
+    "test_three.py": "import time\ndef test_three():\n    time.sleep(0.5)\n    assert twice(3) == 6\n",
+    "test_caller.py": "def test_caller():\n    assert caller(0) == 3\n",
+    "test_grown.py": "def test_grown():\n    assert Toy().grown() == 5\n",
+    "test_wrong.py": "def test_wrong():\n    assert twice(1) == 3\n",
+    "test_process.py": (
+        "import subprocess, sys\ndef test_process():\n"
+        "    ask = 'from harness.toy import Toy; print(Toy.zero())'\n"
+        "    assert subprocess.check_output([sys.executable, '-c', ask]) == b'0\\n'\n"
+    ),
 }
+MODULE = "harness.toy"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_every_row_changes_one_place_into_python(row: Mutant) -> None:
-    source = (ROOT / row.path).read_text(encoding="utf-8")
-    assert source.count(row.old) == 1
-    assert ast.unparse(ast.parse(source.replace(row.old, row.new))) != ast.unparse(
-        ast.parse(source)
-    )
-    assert all((ROOT / word).exists() for word in row.tests if word.startswith("suites"))
+def test_every_row_fits_the_source(row: Mutant) -> None:
+    locate(row, ROOT)
+    assert row.effect.endswith(".")
 
 
 def test_ids_are_unique() -> None:
     assert len({row.id for row in ROWS}) == len(ROWS)
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    (tmp_path / "twice.py").write_text(TWICE)
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project in little, with the folders that a recording looks at."""
+    root = tmp_path_factory.mktemp("mutants") / "toy"
+    for folder in ("harness", "ci", "fixtures", "suites"):
+        (root / folder).mkdir(parents=True)
+    shutil.copytree(ROOT / "fixtures" / "mutation", root / "fixtures" / "mutation")
+    (root / "pytest.ini").write_text("[pytest]\npythonpath = .\ntestpaths = suites\n")
+    (root / "harness" / "toy.py").write_text(TOY)
     for name, text in TESTS.items():
-        (tmp_path / name).write_text(text)
-    return tmp_path
+        (root / "suites" / name).write_text(IMPORTS + text)
+    return root
 
 
-def square(id_: str, *tests: str) -> Mutant:
-    return Mutant(id=id_, path="twice.py", old="2 * x", new="x * x", tests=tests)
+@pytest.fixture(scope="module")
+def recording(toy: Path) -> Recording:
+    seen: list[int] = []
+    folder = toy.parent / "recording"
+    record(toy, folder, "the toy", 1, seen.append)
+    assert seen[-1] == 100
+    return Recording(folder, toy)
 
 
-def test_a_defect_is_taken_out_again(root: Path) -> None:
-    with planted(square("a"), root):
-        assert "x * x" in (root / "twice.py").read_text()
-    assert (root / "twice.py").read_text() == TWICE
+@pytest.fixture(scope="module")
+def copy(toy: Path) -> Iterator[Copy]:
+    with Copy(toy) as made:
+        yield made
 
 
-def test_a_row_that_no_longer_fits_is_named(root: Path) -> None:
-    (root / "twice.py").write_text(TWICE * 2)
-    with (
-        pytest.raises(UsageError, match=r"a: twice\.py holds its text = 2 .* accepted: once"),
-        planted(square("a"), root),
-    ):
-        pytest.fail("it does not fit")
+def seam(name: str, replacement: str, id_: str = "a") -> Seam:
+    return Seam(id=id_, effect="It breaks.", seam=f"{MODULE}.{name}", replacement=replacement)
 
 
-def test_only_red_tests_notice(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ask(["test_two.py"], root).fate is Fate.SURVIVED
-    red = ask(["test_wrong.py"], root)
-    assert red.fate is Fate.KILLED
-    assert "test_wrong.py::test_wrong" in red.witness
-    assert ask(["test_none.py"], root).fate is Fate.BROKEN
-    monkeypatch.setattr(mutants, "PATIENCE_S", 2.0)
-    assert ask(["test_slow.py"], root).fate is Fate.HUNG
+def evaluated(root: Path, expression: str) -> str:
+    """What another process makes of an expression over the toy."""
+    ask = f"import harness.toy as toy; print({expression})"
+    return subprocess.check_output([sys.executable, "-c", ask], cwd=root, text=True).strip()
 
 
-def test_matrix(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def copies(into: Path, count: int) -> SimpleQueue[Path]:
-        free: SimpleQueue[Path] = SimpleQueue()
-        free.put(root)
-        return free
+@pytest.mark.parametrize(
+    ("name", "replacement", "expression", "before", "after"),
+    [
+        ("twice", "lambda original, x: original(x) + LIMIT", "toy.caller(1), toy.twice.__doc__", "5 Two times.", "8 Two times."),
+        ("LIMIT", "original + 4", "toy.caller(0)", "3", "7"),
+        ("Toy.grown", "lambda original, self, by=1: original(self, by=by + self.size)", "toy.Toy().grown()", "5", "9"),
+        ("Toy.half", "lambda original, self: original(replace(self, size=20))", "toy.Toy().half", "2.0", "10.0"),
+        ("Toy.third", "lambda original, self: 1", "toy.Toy(9).third", "3.0", "1"),
+        ("Toy.named", "lambda original, cls: original(cls) + 's'", "toy.Toy.named()", "Toy", "Toys"),
+        ("Toy.zero", "lambda original: 1", "toy.Toy().zero()", "0", "1"),
+        ("Toy.size", "original * 2", "toy.Toy().size", "4", "8"),
+        ("Toy.kind", "'car'", "toy.Toy().kind", "toy", "car"),
+    ],
+)  # fmt: skip
+def test_a_seam_of_each_kind_is_planted_and_undone(
+    toy: Path, name: str, replacement: str, expression: str, before: str, after: str
+) -> None:
+    assert evaluated(toy, expression) == before
+    with planted(seam(name, replacement), toy):
+        assert evaluated(toy, expression) == after
+    assert (toy / "harness" / "toy.py").read_text() == TOY
+    assert evaluated(toy, expression) == before
 
-    monkeypatch.setattr(mutants, "copies", copies)
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (seam("twice", "lambda original:"), r"mutant a: replacement = 'lambda original:'"),
+        (seam("thrice", "1"), r"seam = 'harness\.toy\.thrice' .* not 0 times"),
+        (seam("Toy.wide", "1"), r"seam = 'harness\.toy\.Toy\.wide' .* not 2 times"),
+        (seam("Toy", "1"), r"seam = 'harness\.toy\.Toy' .* not 0 times"),
+        (seam("later", "1"), r"seam = 'harness\.toy\.later' .* no coroutine"),
+        (Seam(id="a", effect="", seam="harness.cat.x", replacement="1"), r"seam = 'harness\.cat\.x'"),
+        (Text(id="a", effect="", path="harness/cat.py", old="", new=""), r"path = 'harness/cat\.py'"),
+        (Text(id="a", effect="", path="harness/toy.py", old="def", new="x"), r"old = 'text found \d+ times'"),
+        (Text(id="a", effect="", path="harness/toy.py", old="2 * x", new="2 *"), r"mutant a: new = "),
+        (Text(id="a", effect="", path="harness/toy.py", old="2 * x", new="(2 * x)"), r"new = 'the same"),
+    ],
+)  # fmt: skip
+def test_a_row_that_does_not_fit_is_named(toy: Path, row: Mutant, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        locate(row, toy)
+    assert (toy / "harness" / "toy.py").read_text() == TOY
+
+
+def names(order: list[str]) -> list[str]:
+    return [name.partition("::")[2] for name in order]
+
+
+def test_tests_that_execute_a_seam_come_first_and_the_fastest_of_them_at_the_start(
+    recording: Recording, toy: Path
+) -> None:
+    order = names(recording.order(locate(seam("Toy.grown", "1"), toy)))
+    assert order[0] == "test_grown"
+    order = names(recording.order(locate(seam("twice", "1"), toy)))
+    assert set(order[:2]) == {"test_two", "test_caller"}
+    assert order[2] == "test_three"
+    assert set(order[3:]) == {"test_grown", "test_process"}
+
+
+def test_a_constant_is_asked_of_those_who_use_it(recording: Recording, toy: Path) -> None:
+    assert names(recording.order(locate(seam("LIMIT", "1"), toy)))[0] == "test_caller"
+
+
+def test_a_test_is_known_by_what_its_processes_execute(recording: Recording, toy: Path) -> None:
+    assert names(recording.order(locate(seam("Toy.zero", "1"), toy)))[0] == "test_process"
+
+
+def test_batches_grow_and_hold_each_test_once(recording: Recording, toy: Path) -> None:
+    order = recording.order(locate(seam("twice", "1"), toy))
+    batches = [names for names, _ in recording.batches([*order, order[0], "unknown"][:-2])]
+    assert sorted(name for batch in batches for name in batch) == sorted(order)
+
+
+def square(id_: str, replacement: str) -> Seam:
+    return seam("twice", f"lambda original, x: {replacement}", id_)
+
+
+def test_matrix(recording: Recording, copy: Copy) -> None:
     rows = (
-        square("seen", "test_three.py"),
-        square("unseen", "test_two.py"),
-        square("unsound", "test_wrong.py"),
+        square("seen", "x * x"),
+        square("unseen", "original(x)"),
+        square("hung", "__import__('time').sleep(60)"),
+        square("ended", "__import__('os').kill(__import__('os').getpid(), 9)"),
+        Text(id="broken", effect="", path="harness/toy.py", old="LIMIT = 3", new="LIMIT = three"),
     )
-    fates = matrix(rows, workers=1)
-    assert {name: outcome.fate for name, outcome in fates.items()} == {
+    told: list[Outcome] = []
+    killers = {"seen": "suites/test_three.py::test_three"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mutants, "PATIENCE_S", 5.0)
+        patch.setattr(mutants, "PATIENCE_FACTOR", 0.0)
+        ended = matrix(rows, [copy], recording, killers, told.append)
+    fates = {each.id: each.fate for each in ended}
+    assert fates == {
         "seen": Fate.KILLED,
         "unseen": Fate.SURVIVED,
-        "unsound": Fate.BROKEN,
+        "hung": Fate.HUNG,
+        "ended": Fate.KILLED,
+        "broken": Fate.BROKEN,
     }
-    assert fates["unsound"].witness.startswith("red without it: FAILED test_wrong.py")
+    found = {each.id: each for each in told}
+    assert found["seen"].test == killers["seen"]
+    assert found["seen"].asked == 1
+    assert "assert 9 == 6" in found["seen"].message
+    assert found["unseen"].asked == len(TESTS) - 1
+    assert "SIGKILL" in found["ended"].message
+    assert "three" in found["broken"].message
+
+
+def test_a_killer_that_is_red_without_the_mutant_notices_nothing(
+    recording: Recording, copy: Copy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    green = {**recording._green, "suites/test_wrong.py::test_wrong": (0.0, 0.0)}
+    monkeypatch.setattr(recording, "_green", green)
+    killers = {"unseen": "suites/test_wrong.py::test_wrong"}
+    told: list[Outcome] = []
+    [ended] = matrix([square("unseen", "original(x)")], [copy], recording, killers, told.append)
+    assert [each.fate for each in told] == [Fate.KILLED, Fate.SURVIVED]
+    assert ended == told[-1]
+
+
+def outcome(id_: str, fate: Fate) -> Outcome:
+    return Outcome(
+        id=id_, effect=f"{id_} breaks.", fate=fate, test="suites/t.py::test_t", message="m", asked=2, seconds=1.0
+    )  # fmt: skip
+
+
+def test_what_is_missed_is_said_with_its_effect_in_80_columns() -> None:
     text = io.StringIO()
-    assert show(fates, Console(file=text, width=160)) == 1
-    assert "1 of 3 noticed" in text.getvalue()
-    assert show({"seen": fates["seen"]}, Console(file=text)) == 0
+    both = [outcome("seen", Fate.KILLED), outcome("missed", Fate.SURVIVED)]
+    assert show(both, Console(file=text, width=80)) == 1
+    lines = text.getvalue().splitlines()
+    assert lines[0].startswith("survived: missed: missed breaks. (after 2 tests)")
+    assert lines[-1] == "1 of 2 noticed"
+    assert max(map(len, lines)) <= 80
+    assert show(both[:1], Console(file=text, width=80)) == 0
+
+
+def test_the_last_outcomes_are_kept_and_their_killers_asked_first(tmp_path: Path) -> None:
+    path = tmp_path / "mutants.jsonl"
+    for fate in (Fate.SURVIVED, Fate.KILLED):
+        Kept(path).add(outcome(ROWS[0].id, fate))
+    Kept(path).add(outcome("gone", Fate.KILLED))
+    Kept(path).add(outcome(ROWS[1].id, Fate.HUNG))
+    assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == [
+        ROWS[0].id,
+        ROWS[1].id,
+    ]
+    assert Kept(path).killers == {ROWS[0].id: "suites/t.py::test_t"}
 
 
 def test_what_cannot_be_asked_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
