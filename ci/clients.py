@@ -13,8 +13,8 @@ import venv
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).with_name("clients.txt")
-FOLDER = REQUIREMENTS.parents[1] / ".tox" / "clients"
-STAMP = FOLDER / "installed.txt"
+CLIENTS_FOLDER = REQUIREMENTS.parents[1] / ".tox" / "clients"
+STAMP = CLIENTS_FOLDER / "installed.txt"
 """Written last: what was installed, by which Python."""
 
 
@@ -28,9 +28,9 @@ def main() -> int:
     """Make it unless it is there; pip's exit code."""
     if python():
         return 0
-    print(f"installing {REQUIREMENTS.name} into {FOLDER}", flush=True)
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    venv.create(FOLDER, with_pip=True)
+    print(f"installing {REQUIREMENTS.name} into {CLIENTS_FOLDER}", flush=True)
+    shutil.rmtree(CLIENTS_FOLDER, ignore_errors=True)
+    venv.create(CLIENTS_FOLDER, with_pip=True)
     install = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--retries", "1")
     command = (str(_interpreter()), *install, "--requirement", str(REQUIREMENTS))
     code = subprocess.run(command, check=False).returncode
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def _interpreter() -> Path:
-    return FOLDER / "bin" / "python"
+    return CLIENTS_FOLDER / "bin" / "python"
 
 
 def _wanted() -> str:

@@ -22,7 +22,7 @@ from harness.core.argument_types import CommandLine
 from harness.core.record import Record, read_records
 from harness.errors import UsageError
 
-HERE = Path(__file__).parent
+REPORT_FOLDER = Path(__file__).parent
 
 
 def times(ratio: float) -> str:
@@ -94,7 +94,7 @@ def breakable(name: str, after: str = "-/") -> Markup:
 def page(records: Sequence[Record]) -> str:
     """The report: one self-contained HTML document."""
     jinja = Environment(
-        loader=FileSystemLoader(HERE),
+        loader=FileSystemLoader(REPORT_FOLDER),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from harness.core.paths import ROOT
 
-TEST = "suites/differential/test_cases.py::test_case"
+CASE_TEST = "suites/differential/test_cases.py::test_case"
 EDGE = "bs3_ragged_padded_to_4"
 MODES = ("decode", "multi_step_draft", "target_verify", "draft_extend_v1", "draft_extend_v2")
-SUBJECTS = ("trtllm_mha/xqa", "trtllm_mla/flash_mla")
+SANITIZED_SUBJECTS = ("trtllm_mha/xqa", "trtllm_mla/flash_mla")
 FOUND = 86
 """Exit code of compute-sanitizer where it found something."""
 
@@ -41,7 +41,7 @@ class SanitizerCheck:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-CHECKS = (
+SANITIZER_CHECKS = (
     SanitizerCheck(
         "memcheck eager", "eager", ("memcheck",), {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     ),
@@ -53,8 +53,8 @@ CHECKS = (
 def trials(execution: str) -> list[str]:
     """A trial of every mode that is captured, of both families."""
     return [
-        f"{TEST}[{subject.removeprefix('trtllm_')[:3]}-{mode}-{EDGE}-{subject}-{execution}]"
-        for subject in SUBJECTS
+        f"{CASE_TEST}[{subject.removeprefix('trtllm_')[:3]}-{mode}-{EDGE}-{subject}-{execution}]"
+        for subject in SANITIZED_SUBJECTS
         for mode in MODES
     ]
 
@@ -73,7 +73,7 @@ def main() -> int:
         print("sanitize: compute-sanitizer of the CUDA toolkit is not installed", file=sys.stderr)
         return 2
     codes = []
-    for check in CHECKS:
+    for check in SANITIZER_CHECKS:
         environment = os.environ | check.environment
         line = command(sanitizer, check)
         codes.append(subprocess.run(line, cwd=ROOT, env=environment, check=False).returncode)

@@ -11,7 +11,7 @@ from harness.core.case import Execution, Mode
 from harness.core.record import Record, Verdict
 
 GroupKey = TypeVar("GroupKey", bound=Hashable)
-REFERENCE = "reference"
+REFERENCE_KERNEL = "reference"
 """The kernel that is nobody's stand-in."""
 
 
@@ -165,7 +165,7 @@ def stand_ins(records: Iterable[Record]) -> dict[str, list[str]]:
 def stand_in(subject: str, device: str) -> str:
     """The kernel of a subject that the reference stands in for on this device; "" for none."""
     kernel = subject.rpartition("/")[2]
-    return kernel if device == "cpu" and kernel != REFERENCE else ""
+    return kernel if device == "cpu" and kernel != REFERENCE_KERNEL else ""
 
 
 def dates(records: Iterable[Record]) -> tuple[str, str] | None:

@@ -1,1 +1,1 @@
-"""What people and other tools read, made from a benchmark's ``bench.jsonl``."""
+"""Reports of a benchmark for people and other tools, from its ``bench.jsonl``."""

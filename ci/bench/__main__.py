@@ -1,4 +1,4 @@
-"""``python -m ci.bench BENCH [--out DIR] [--history FILE]``: everything a night's records say.
+"""``python -m ci.bench BENCH [--out DIR] [--history FILE]``: write every report of a benchmark.
 
 Exit code: 0 where nothing is red, 1 where something is, 2 for records that cannot be read.
 """
@@ -16,19 +16,22 @@ from harness.errors import UsageError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the outputs and print the summary; annotations too where GitHub runs this."""
+    """Write the reports and print the summary, and on GitHub the annotations."""
     parser = CommandLine(prog="python -m ci.bench", description=__doc__)
     parser.add_argument("bench", type=Path, metavar="BENCH", help="a bench.jsonl")
     parser.add_argument(
         "--out", type=Path, default=Path("report"), metavar="DIR", help="of the outputs"
     )
     parser.add_argument(
-        "--history", type=Path, metavar="FILE", help="of the nights; DIR/history.jsonl unless given"
+        "--history",
+        type=Path,
+        metavar="FILE",
+        help="earlier runs; DIR/history.jsonl unless given",
     )
     options = parser.parse_args(argv)
-    nights = options.history or options.out / "history.jsonl"
+    history = options.history or options.out / "history.jsonl"
     try:
-        written = outputs.write(options.bench, options.out, nights)
+        written = outputs.write(options.bench, options.out, history)
     except UsageError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2

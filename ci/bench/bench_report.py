@@ -1,4 +1,4 @@
-"""A whole night: its rows, and the few sentences that every output starts with."""
+"""Report of a run: its cases, and the sentences at the head of every output."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from harness.core.record import Environment
 from harness.errors import UsageError
 
 IMAGE = ("platform", "driver", "cuda", "torch", "triton", "flashinfer", "sgl_kernel")
-"""Facts of an environment that both arms stand on."""
+"""Facts of the environment that both arms share."""
 
 
 @dataclass(frozen=True)
 class BenchReport:
-    """Everything an output may show of a night.
+    """The content of every output.
 
     Args:
-        night: judged findings.
-        trials: every trial behind them.
+        run: judged findings.
+        trials: every trial that they rest on.
     """
 
-    night: RunVerdict
+    run: RunVerdict
     trials: tuple[Trial, ...]
 
     @classmethod
@@ -60,7 +60,7 @@ class BenchReport:
     @cached_property
     def rows(self) -> tuple[CaseReport, ...]:
         """In the order of the plans."""
-        return tuple(CaseReport(found, self._seconds(found)) for found in self.night.findings)
+        return tuple(CaseReport(found, self._seconds(found)) for found in self.run.findings)
 
     def _seconds(self, found: Finding) -> float:
         return sum(
@@ -83,12 +83,12 @@ class BenchReport:
     @property
     def is_red(self) -> bool:
         """Whether a gate fails."""
-        return self.night.verdict.is_red
+        return self.run.verdict.is_red
 
     @property
     def title(self) -> str:
-        """The verdict of the night."""
-        return str(self.night.verdict).upper()
+        """The verdict of the run."""
+        return str(self.run.verdict).upper()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -97,7 +97,7 @@ class BenchReport:
 
     @property
     def sentence(self) -> str:
-        """How many cases have which verdict, where and when."""
+        """Cases by verdict, the device and the date."""
         counts = ", ".join(f"{count} {verdict}" for verdict, count in self.counts.items())
         first = self.sessions[0]
         where = f"{first.environment.device}, {minute(first.started)} UTC"
@@ -105,12 +105,12 @@ class BenchReport:
 
     @property
     def arms(self) -> list[str]:
-        """One line a session: what was compared."""
+        """The arms, one line per session."""
         return [f"{s.id} ({s.role}): A = {_arm(s.a)}, B = {_arm(s.b)}" for s in self.sessions]
 
     @property
     def controls(self) -> list[str]:
-        """One line a session whose answer was known."""
+        """One line per control session."""
         lines = []
         for session in self.sessions:
             rows = [row for row in self.rows if row.session.id == session.id and row.is_control]
@@ -122,22 +122,22 @@ class BenchReport:
 
     @property
     def dropped(self) -> list[str]:
-        """One line for each workload of a session that lost blocks, with the reasons."""
-        return dropped(self.night.findings)
+        """One line for each workload of a session with dropped blocks, with the reasons."""
+        return dropped(self.run.findings)
 
     @property
     def unasked(self) -> list[str]:
-        """One line of the conditions that no trial vouches for, none where all were asked."""
+        """One line of the conditions that no trial has, none where every one was asked for."""
         names = unasked([trial.conditions for trial in self.trials])
         return [f"nobody asked: {', '.join(names)}"] if names else []
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why the night is not believed."""
-        return self.night.reasons
+        """Why the run is invalid."""
+        return self.run.reasons
 
     def entries(self) -> list[Entry]:
-        """The night as its history keeps it; cases without a valid block are left out."""
+        """The lines that the history keeps; cases without a valid block are left out."""
         return [_entry(row) for row in self.rows if not row.is_control and row.evidence.blocks]
 
 
@@ -166,7 +166,7 @@ def _entry(row: CaseReport) -> Entry:
 
 
 def image(environment: Environment) -> str:
-    """What both arms stand on, in one line."""
+    """The software that both arms share, in one line."""
     known = ((name, getattr(environment, name)) for name in IMAGE)
     return ", ".join(f"{name} {fact}" for name, fact in known if fact)
 

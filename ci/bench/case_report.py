@@ -1,4 +1,4 @@
-"""One finding as every output needs it; nothing here is ruled on, only named."""
+"""Report of one case: a finding with the names and numbers that the outputs show."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CaseReport:
 
     @property
     def workload(self) -> Workload:
-        """What was asked of the servers."""
+        """The requests of a pass."""
         return self.finding.workload
 
     @property
@@ -51,12 +51,12 @@ class CaseReport:
 
     @property
     def evidence(self) -> Evidence:
-        """What its blocks show."""
+        """Of its blocks."""
         return self.finding.evidence
 
     @property
     def verdict(self) -> BenchVerdict:
-        """What is said of it."""
+        """Of its evidence."""
         return self.evidence.verdict
 
     @property
@@ -86,7 +86,7 @@ class CaseReport:
 
     @property
     def case(self) -> str:
-        """Its name, the same every night."""
+        """Its name, the same in every run."""
         return f"{self.workload.id}/{self.metric}"
 
     @property
@@ -102,14 +102,14 @@ class CaseReport:
 
     @property
     def is_control(self) -> bool:
-        """Whether its answer was known."""
+        """Whether its verdict was known."""
         return self.finding.role in CONTROLS
 
     @property
     def is_red(self) -> bool:
-        """Whether a gate fails on it; on a praised A/A case too, on a planted one never.
+        """Whether a gate fails on it; also on an improved A/A case, never on an injected slowdown.
 
-        A planted slowdown need not show in every metric: whether it was shown is the night's.
+        An injected slowdown need not show in every metric; the verdict of the run asks for one.
         """
         if self.finding.role is Role.INJECTED:
             return self.verdict is BenchVerdict.INVALID
@@ -119,7 +119,7 @@ class CaseReport:
 
     @property
     def is_valid(self) -> bool:
-        """Whether its measurement can be believed."""
+        """Whether its measurement is valid."""
         return self.verdict is not BenchVerdict.INVALID
 
     @property
@@ -141,7 +141,7 @@ class CaseReport:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Everything measured and planned, by name."""
+        """Measured and planned numbers, by name."""
         e = self.evidence
         known = {
             "e_regressed": e.e_regressed, "e_equivalence": e.e_equivalence,
@@ -160,7 +160,7 @@ class CaseReport:
 
     @property
     def sentence(self) -> str:
-        """What was found, in one line."""
+        """The finding in one line."""
         e = self.evidence
         found = f"{self.case}: {self.verdict}, B / A {change(e)}"
         found += f" ({interval(e)}), e = {e_value(e)}"

@@ -1,4 +1,4 @@
-"""Where a series stepped: a place to look at, asked every night with no error rate kept."""
+"""Change points of a series: suspicions without a stated error rate, to be looked at."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ WINDOW = 40
 """Last nights of an epoch in which a change is looked for."""
 LEAST_NIGHTS, LEAST_SIDE = 8, 2
 SUSPICION = 0.002
-"""Largest part of the shuffled series that splits as well as the real one."""
+"""Largest p value of a suspicion: the share of shuffled series that split as well."""
 LEAST_CHANGE = 0.01
-"""Log units under which a change is nobody's business."""
+"""Log units under which a change is ignored."""
 SHUFFLES = 1999
 
 
 @dataclass(frozen=True)
 class Change:
-    """A split of an epoch: the first night behind it, its size in log units, its p value."""
+    """A split of an epoch: the first night after it, its size in log units, its p value."""
 
     night: str
     size: float
@@ -28,7 +28,7 @@ class Change:
 
 
 def changed(nights: Sequence[str], costs: Sequence[float]) -> Change | None:
-    """The best split of the last nights, if shuffled nights hardly ever split as well.
+    """The best split of the last nights, if few shuffled series split as well.
 
     Args:
         nights: their names, in order.

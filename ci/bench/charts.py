@@ -1,7 +1,7 @@
-"""From charts to SVG that stands in a page: no script, no network, readable on dark and light.
+"""Charts as SVG for a page: no script, no network, readable on dark and light backgrounds.
 
-A figure is a list of panels. Each is an SVG of its own, so that the page can put as many of them
-beside each other as it is wide; what a colour means stands once, as text, above them.
+A figure is a list of panels. Each is an SVG of its own, so that the page can lay out as many side
+by side as fit; the legend is text above them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import vl_convert
 from harness.bench.stats.bench_verdict import BenchVerdict
 
 WORSE, BETTER = "#d1433d", "#3f83d6"
-COLOURS = {
+VERDICT_COLOURS = {
     BenchVerdict.REGRESSED: WORSE,
     BenchVerdict.OK: "#2f9e6b",
     BenchVerdict.IMPROVED: BETTER,
     BenchVerdict.INCONCLUSIVE: "#c08a1e",
     BenchVerdict.INVALID: "#8b8f96",
 }
-SHAPES = {
+VERDICT_SHAPES = {
     BenchVerdict.REGRESSED: "triangle-up",
     BenchVerdict.OK: "circle",
     BenchVerdict.IMPROVED: "diamond",
@@ -34,9 +34,9 @@ SHAPES = {
 }
 GLYPHS = {"triangle-up": "▲", "circle": "●", "diamond": "◆", "square": "■", "cross": "✚"}
 ARMS = {"A": ("#a06fd0", "circle"), "B": ("#1b9aaa", "square")}
-"""Colour and shape; the colours are no verdict's."""
+"""Colour and shape; no verdict has these colours."""
 WIDTH, HEIGHT, ROW = 284, 180, 26
-"""Of a panel with its axes, and of a row of one, in pixels: a telephone is as wide as one panel."""
+"""Of a panel with its axes, and of one of its rows, in pixels: one panel fits on a telephone."""
 FONT_SIZE = 12
 MOST_TICKS = 5
 _TEXT = {"labelColor": "currentColor", "titleColor": "currentColor", "titleFontWeight": 600,
@@ -57,7 +57,7 @@ CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class LegendKey:
-    """What a mark means: a glyph in its colour, and its name."""
+    """One entry of a legend: a glyph in its colour, and its name."""
 
     glyph: str
     colour: str
@@ -75,7 +75,7 @@ class Panel:
         """The chart as one SVG element, coloured by the page around it.
 
         Args:
-            label: what somebody is told who does not see it.
+            label: for screen readers.
         """
         fitted = {"autosize": {"type": "fit", "contains": "padding"}, "config": CONFIG}
         chart = self.chart.to_dict() | fitted
@@ -86,12 +86,12 @@ class Panel:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Panels that are read alike.
+    """Panels with one legend.
 
     Args:
         panels: none of them empty.
-        keys: of the marks.
-        notes: what needs no chart, a sentence each.
+        keys: of the legend.
+        notes: a sentence about each group that needs no chart.
     """
 
     panels: tuple[Panel, ...]
@@ -105,10 +105,10 @@ def values(rows: Sequence[dict[str, Any]]) -> alt.InlineData:
 
 
 def verdicts(field: str = "verdict") -> dict[str, Any]:
-    """Colour and shape of a verdict: told apart without seeing colours."""
+    """Colour and shape of a verdict, distinct without colours too."""
     names = [str(verdict) for verdict in BenchVerdict]
-    colours = alt.Scale(domain=names, range=list(COLOURS.values()))
-    shapes = alt.Scale(domain=names, range=list(SHAPES.values()))
+    colours = alt.Scale(domain=names, range=list(VERDICT_COLOURS.values()))
+    shapes = alt.Scale(domain=names, range=list(VERDICT_SHAPES.values()))
     return {
         "color": alt.Color(f"{field}:N", scale=colours),
         "shape": alt.Shape(f"{field}:N", scale=shapes),
@@ -119,7 +119,9 @@ def verdict_keys(seen: Iterable[BenchVerdict]) -> tuple[LegendKey, ...]:
     """Of the verdicts that are there."""
     known = set(seen)
     return tuple(
-        LegendKey(GLYPHS[SHAPES[r]], COLOURS[r], str(r)) for r in BenchVerdict if r in known
+        LegendKey(GLYPHS[VERDICT_SHAPES[r]], VERDICT_COLOURS[r], str(r))
+        for r in BenchVerdict
+        if r in known
     )
 
 
@@ -154,7 +156,7 @@ def percent_axis(title: str, domain: tuple[float, float] | None = None) -> dict[
 
 
 def reach(numbers: Iterable[float | None], room: float = 1.1) -> tuple[float, float]:
-    """A domain that holds all finite numbers and zero, and some room."""
+    """A domain of all finite numbers and zero, with a margin."""
     known = [n for n in numbers if n is not None and math.isfinite(n)]
     low, high = min(0.0, *known), max(0.0, *known)
     spare = (room - 1) * (high - low) or 0.01

@@ -14,7 +14,7 @@ from ci.bench.latency_table import LatencyFigure
 from harness.bench.console import e_value, percent
 
 LABELS = ("session", "workload", "metric", "sku", "a", "b")
-GAUGES: tuple[tuple[str, str, Callable[[CaseReport], float | None]], ...] = (
+BENCH_GAUGES: tuple[tuple[str, str, Callable[[CaseReport], float | None]], ...] = (
     ("ratio", "B / A in the metric's own direction", lambda row: row.numbers.get("ratio")),
     ("ratio_low", "Lower 95 % bound of the ratio", lambda row: row.numbers.get("low")),
     ("ratio_high", "Upper 95 % bound of the ratio", lambda row: row.numbers.get("high")),
@@ -25,7 +25,7 @@ GAUGES: tuple[tuple[str, str, Callable[[CaseReport], float | None]], ...] = (
     ("mde", "Least slowdown that this noise would show, log units", lambda row: row.finding.mde),
     ("blocks", "Valid blocks used", lambda row: row.evidence.blocks),
     ("dropped_blocks", "Invalid blocks", lambda row: row.evidence.dropped),
-    ("valid", "1 where the measurement can be believed", lambda row: row.is_valid),
+    ("valid", "1 where the measurement is valid", lambda row: row.is_valid),
     ("red", "1 where a gate fails", lambda row: row.is_red),
 )
 LATENCY_LABELS = ("what", "point", "arm", "sku")
@@ -76,7 +76,7 @@ def _half_width(row: CaseReport) -> str:
 def openmetrics(rows: Sequence[CaseReport], figures: Sequence[LatencyFigure] = ()) -> str:
     """Gauges of every finding, controls too, and of latencies; unknown numbers are left out."""
     registry = CollectorRegistry()
-    for name, help_text, value in GAUGES:
+    for name, help_text, value in BENCH_GAUGES:
         gauge = Gauge(f"specgate_bench_{name}", help_text, LABELS, registry=registry)
         for row in rows:
             found = value(row)

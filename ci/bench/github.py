@@ -1,4 +1,4 @@
-"""What GitHub shows: a step summary of at most 60 lines, and annotations."""
+"""Outputs for GitHub: a step summary of at most 60 lines, and annotations."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ LEVELS = {
     BenchVerdict.IMPROVED: "notice",
 }
 MOST_ANNOTATIONS = 10
-"""Of a level, in one step; GitHub drops what comes after."""
-HEAD = (
+"""Per level and step; GitHub drops further ones."""
+TABLE_HEAD = (
     "| case | verdict | B / A | 95 % interval | e | MDE | blocks |\n|---|---|--:|---|--:|--:|--:|"
 )
 
 
-def summary(book: BenchReport, *, notes: Sequence[str] = (), link: str = "") -> str:
+def summary(report: BenchReport, *, notes: Sequence[str] = (), link: str = "") -> str:
     """Markdown: the verdict, the arms, the controls and whatever is not OK, worst first.
 
     Args:
-        book: the night.
-        notes: further lines, one a paragraph.
+        report: of the run.
+        notes: further paragraphs of one line.
         link: of the whole report, empty for none.
     """
-    head = [f"## specgate bench: {book.title}", "", book.sentence, ""]
-    head += [f"* {line}" for line in (*book.arms, *book.controls, *book.dropped, *book.unasked)]
-    tail = [line for note in (*notes, *book.reasons[:3]) for line in ("", note)]
+    head = [f"## specgate bench: {report.title}", "", report.sentence, ""]
+    head += [
+        f"* {line}" for line in (*report.arms, *report.controls, *report.dropped, *report.unasked)
+    ]
+    tail = [line for note in (*notes, *report.reasons[:3]) for line in ("", note)]
     tail += ["", f"[The whole report]({link})"] if link else []
-    rows = [row for row in book.judged if row.verdict is not BenchVerdict.OK]
-    room = MOST_LINES - len(head) - len(tail) - len(HEAD.splitlines()) - 3
-    table = ["", HEAD, *map(_row, rows[:room])] if rows else []
+    rows = [row for row in report.judged if row.verdict is not BenchVerdict.OK]
+    room = MOST_LINES - len(head) - len(tail) - len(TABLE_HEAD.splitlines()) - 3
+    table = ["", TABLE_HEAD, *map(_row, rows[:room])] if rows else []
     hidden = len(rows) - room
     more = ["", f"… and {hidden} more in the report."] if hidden > 0 else []
     lines = "\n".join([*head, *table, *more, *tail]).splitlines()
@@ -58,11 +60,11 @@ def _row(row: CaseReport) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def remarks(book: BenchReport) -> Iterator[str]:
+def remarks(report: BenchReport) -> Iterator[str]:
     """Workflow commands, the first ten of every level."""
     used = dict.fromkeys(LEVELS.values(), 0)
-    failed_controls = [row for row in book.rows if row.is_control and row.is_red]
-    for row in (*failed_controls, *book.judged):
+    failed_controls = [row for row in report.rows if row.is_control and row.is_red]
+    for row in (*failed_controls, *report.judged):
         level = "error" if row.is_red else LEVELS.get(row.verdict)
         if level is None or used[level] == MOST_ANNOTATIONS:
             continue

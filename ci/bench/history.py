@@ -1,27 +1,28 @@
-"""Nights of one case on one kind of machine: a ratio a night, and when a creep is an alarm.
+"""History of the nightly runs: a series per case and kind of machine, with its alarms.
 
-Every night measures B against the same pinned A, so hosts that differ cancel out. Another pin or
-another image starts a new epoch; nights are compared within one epoch alone.
+Every night measures B against the same pinned A, so differences between hosts cancel out. Another
+pin or another image starts a new epoch; nights are compared within one epoch alone.
 """
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar, Literal
+
+from pydantic import TypeAdapter
 
 from ci.bench.case_report import relative
 from ci.bench.change_point import Change, changed
 from harness.bench.console import percent
+from harness.bench.jsonl import EXACT, validated
 from harness.bench.stats.bench_verdict import BenchVerdict
-from harness.errors import UsageError, rejected
+from harness.errors import UsageError
 
-FORMAT = 2
 ALARM = 365.0
-"""Of the e-detector: at most one false alarm in so many nights (Shin, Ramdas, Rinaldo)."""
+"""Threshold of the e-detector: one false alarm in so many nights at most (Shin et al., 2022)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,7 @@ class Entry:
         e: evidence of the night against "at most delta0 worse".
         blocks: valid ones.
         higher_is_better: whether more of the metric is an improvement.
+        format: of the line that records it.
     """
 
     night: str
@@ -56,6 +58,8 @@ class Entry:
     e: float
     blocks: int
     higher_is_better: bool
+    format: Literal[2] = 2
+    __pydantic_config__: ClassVar = EXACT
 
     @property
     def change(self) -> float:
@@ -64,12 +68,15 @@ class Entry:
 
     @property
     def epoch(self) -> tuple[str, str]:
-        """What must stay the same for two nights to be compared."""
+        """The same in nights that are compared."""
         return self.pin, self.image
 
     def to_json(self) -> str:
         """One line, without a newline."""
-        return json.dumps({"format": FORMAT} | asdict(self), separators=(",", ":"), allow_nan=False)
+        return ENTRY.dump_json(self).decode()
+
+
+ENTRY = TypeAdapter(Entry)
 
 
 @dataclass(frozen=True)
@@ -109,17 +116,14 @@ def read(path: Path) -> list[Entry]:
     entries = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            data: dict[str, Any] = json.loads(line)
-            if (found := data.pop("format", None)) != FORMAT:
-                raise UsageError(rejected("history format", found, FORMAT))
-            entries.append(Entry(**data | {"verdict": BenchVerdict(data["verdict"])}))
-        except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
-            raise UsageError(f"{path}:{number}: not a night of a history ({error})") from error
+            entries.append(validated(ENTRY, line))
+        except UsageError as error:
+            raise UsageError(f"{path}:{number}: {error}") from error
     return entries
 
 
 def append(path: Path, entries: Iterable[Entry]) -> list[Entry]:
-    """The whole history with these nights, written where they are new; a night counts once."""
+    """The whole history with these nights; those that it did not have are written."""
     known = read(path)
     seen = {(entry.night, entry.sku, entry.case) for entry in known}
     new = [entry for entry in entries if (entry.night, entry.sku, entry.case) not in seen]
@@ -138,7 +142,7 @@ def all_series(entries: Iterable[Entry]) -> dict[tuple[str, str], Series]:
 
 
 def notes(found: Mapping[tuple[str, str], Series]) -> list[str]:
-    """One line a series that asks for somebody: alarms first."""
+    """One line per series with an alarm or a suspected change, alarms first."""
     alarms, suspected = [], []
     for (case, sku), one in found.items():
         if one.evidence and one.evidence[-1] >= ALARM:
@@ -152,7 +156,7 @@ def notes(found: Mapping[tuple[str, str], Series]) -> list[str]:
 
 
 def series(entries: Iterable[Entry]) -> Series:
-    """Nights of one case, with what they show together."""
+    """The nights of one case, with the e-detector and the suspected change."""
     nights = tuple(sorted(entries, key=lambda entry: entry.night))
     found = Series(nights, tuple(detector(nights)), None)
     present = nights[found.epochs[-1] :] if nights else ()
@@ -173,6 +177,6 @@ def detector(nights: Sequence[Entry]) -> list[float]:
 
 
 def suspicion(nights: Sequence[Entry]) -> Change | None:
-    """The best split of the valid nights of an epoch, where it stands out."""
+    """The suspected change among the valid nights of an epoch."""
     valid = [night for night in nights if night.verdict is not BenchVerdict.INVALID]
     return changed([night.night for night in valid], [night.cost for night in valid])

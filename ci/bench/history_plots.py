@@ -1,4 +1,4 @@
-"""Plots over many nights: every series with its epochs, and every case on every kind of machine."""
+"""Plots of the history: every series with its epochs, and every case by kind of machine."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from ci.bench.charts import (
 from ci.bench.history import Entry, Series
 from harness.bench.console import percent
 
-MARKS = {"epoch": ("┊", [2, 3]), "suspected change": ("╎", [6, 3]), "alarm": ("│", [1, 0])}
-"""Glyph and dashes of what a rule begins."""
+EVENT_MARKS = {"epoch": ("┊", [2, 3]), "suspected change": ("╎", [6, 3]), "alarm": ("│", [1, 0])}
+"""Glyph and dashes of the vertical line at an event."""
 COLUMN = 110
 """Width of a kind of machine, px."""
 
 
 def history(found: Mapping[tuple[str, str], Series]) -> Drawing:
-    """A panel a series: the change a night; a rule where an epoch or a suspected change begins."""
+    """One panel per series: the change of each night, with epochs, suspected changes and alarms."""
     panels = tuple(Panel(" @ ".join(key), _history(series)) for key, series in found.items())
     marked = {mark["mark"]: mark["mark"] for one in found.values() for mark in _marks(one)}
     keys = [
         LegendKey(glyph, WORSE if name == "alarm" else "currentColor", name)
-        for name, (glyph, _) in MARKS.items()
+        for name, (glyph, _) in EVENT_MARKS.items()
         if name in marked
     ]
     seen = (entry.verdict for series in found.values() for entry in series.entries)
@@ -67,7 +67,7 @@ def _history(series: Series) -> Any:
         point,
     ]
     if marks := _marks(series):
-        dashes = alt.Scale(domain=[*MARKS], range=[dash for _, dash in MARKS.values()])
+        dashes = alt.Scale(domain=[*EVENT_MARKS], range=[dash for _, dash in EVENT_MARKS.values()])
         rule = alt.Chart(values(marks)).mark_rule(strokeWidth=1.5)
         colour = alt.condition("datum.mark == 'alarm'", alt.value(WORSE), alt.value("currentColor"))
         begun = alt.StrokeDash("mark:N", scale=dashes)
@@ -85,7 +85,7 @@ def _marks(series: Series) -> list[dict[str, Any]]:
 
 
 def heat_map(found: Mapping[tuple[str, str], Series]) -> Drawing:
-    """A panel a workload, metric × kind of machine: the last night's verdict and its change."""
+    """One panel per workload, metric × kind of machine: verdict and change of the last night."""
     panels: dict[str, list[dict[str, Any]]] = {}
     for (case, sku), series in found.items():
         workload, _, metric = case.rpartition("/")

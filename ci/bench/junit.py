@@ -14,13 +14,13 @@ ELEMENTS = {
     BenchVerdict.INVALID: "error",
     BenchVerdict.INCONCLUSIVE: "skipped",
 }
-"""What a test case holds beside its numbers; nothing where it passed."""
+"""Element of a test case by its verdict; none where it passed."""
 
 
 def document(rows: Sequence[CaseReport]) -> str:
-    """One suite a session, one test case a metric of a workload, its numbers as properties.
+    """One suite per session, one test case per metric of a workload, its numbers as properties.
 
-    A control is judged by what it should have said: one that says it passes.
+    A control passes where it has an accepted verdict.
     """
     root = Xml.Element("testsuites", name="specgate bench")
     for session, group in groupby(rows, key=lambda row: row.session.id):

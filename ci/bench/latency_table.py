@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.errors import UsageError
 
-FILE = "latency.json"
+LATENCY_FILE = "latency.json"
 
 
 @dataclass(frozen=True, kw_only=True)

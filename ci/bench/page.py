@@ -18,7 +18,7 @@ from ci.bench.history import Series
 from ci.report import breakable
 from harness.bench.console import change, interval, percent
 
-HERE = Path(__file__).parent
+PAGE_FOLDER = Path(__file__).parent
 
 
 MOST_COLUMNS = 4
@@ -35,7 +35,7 @@ class Figure:
 
     @property
     def columns(self) -> int:
-        """Panels that stand beside each other on a wide page."""
+        """Panels side by side on a wide page."""
         return min(max(len(self.drawing.panels), 1), MOST_COLUMNS)
 
     @property
@@ -45,10 +45,10 @@ class Figure:
         return [(title, Markup(svg)) for title, svg in labelled]
 
 
-def page(book: BenchReport, series: Mapping[tuple[str, str], Series]) -> str:
-    """The report of a night as one HTML document."""
+def page(report: BenchReport, series: Mapping[tuple[str, str], Series]) -> str:
+    """The report of a run as one HTML document."""
     jinja = Environment(
-        loader=FileSystemLoader([HERE, HERE.parent]),
+        loader=FileSystemLoader([PAGE_FOLDER, PAGE_FOLDER.parent]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -61,19 +61,19 @@ def page(book: BenchReport, series: Mapping[tuple[str, str], Series]) -> str:
         "breakable": breakable,
     }
     return jinja.get_template("page.html").render(
-        book=book,
-        figures=list(figures(book, series)),
+        report=report,
+        figures=list(figures(report, series)),
         series=series,
-        environments=[asdict(e) for e in dict.fromkeys(s.environment for s in book.sessions)],
+        environments=[asdict(e) for e in dict.fromkeys(s.environment for s in report.sessions)],
     )
 
 
-def figures(book: BenchReport, series: Mapping[tuple[str, str], Series]) -> Sequence[Figure]:
-    """Every plot that there is data for, in the order of the page."""
-    judged = [row for row in book.judged if row.evidence.blocks]
-    controls = [row for row in book.rows if row.is_control and row.evidence.blocks]
-    shifted = [row for s in book.sessions for row in _shifts(book, s.id)]
-    steps, facts = request_plots.halves(judged), request_plots.conditions(book.trials)
+def figures(report: BenchReport, series: Mapping[tuple[str, str], Series]) -> Sequence[Figure]:
+    """The plots that have data, in the order of the page."""
+    judged = [row for row in report.judged if row.evidence.blocks]
+    controls = [row for row in report.rows if row.is_control and row.evidence.blocks]
+    shifted = [row for s in report.sessions for row in _shifts(report, s.id)]
+    steps, facts = request_plots.halves(judged), request_plots.conditions(report.trials)
     followed = {key: one for key, one in series.items() if len(one.entries) > 1}
     spread = series if len({sku for _, sku in series}) > 1 else {}
     drawn: tuple[tuple[str, str, str, Any, Callable[[Any], Drawing]], ...] = (
@@ -83,7 +83,7 @@ def figures(book: BenchReport, series: Mapping[tuple[str, str], Series]) -> Sequ
         ("slopes", "Blocks in the order they ran", SLOPES, judged, plots.slopes),
         (
             "machine",
-            "What the machine did meanwhile",
+            "Conditions of the machine",
             MACHINE,
             facts,
             request_plots.conditions_plot,
@@ -99,35 +99,35 @@ def figures(book: BenchReport, series: Mapping[tuple[str, str], Series]) -> Sequ
     ]
 
 
-def _shifts(book: BenchReport, session: str) -> list[dict[str, Any]]:
-    rows: list[CaseReport] = [row for row in book.judged if row.session.id == session]
-    return request_plots.shifts(rows[0].session, book.trials) if rows else []
+def _shifts(report: BenchReport, session: str) -> list[dict[str, Any]]:
+    rows: list[CaseReport] = [row for row in report.judged if row.session.id == session]
+    return request_plots.shifts(rows[0].session, report.trials) if rows else []
 
 
 FOREST = (
     "B against A, in the metric's own direction; ↑ marks metrics of which more is better. Point: "
     "estimate (Hodges–Lehmann). Line: 95 % interval that holds at every look; a pale one has no "
     "end, since fewer than six blocks bound nothing. Band: on the worse side, from δ0, up to which "
-    "an effect counts as none, to δ1, which must not be cleared. Upright tick: the least slowdown "
-    "that this night's noise would have shown (MDE)."
+    "an effect counts as none, to δ1, which is never accepted as equivalent. Upright tick: the "
+    "least slowdown that the noise of this run would have shown (MDE)."
 )
 WATERFALL = (
     "Step time and accept length add up to TPOT. The first is the kernels and the host, the second "
     "the drafts; a rest is the scheduler or the HTTP path."
 )
 EVIDENCE = (
-    "E-values after every block that B is worse, not worse or better; broken lines are what clears "
-    "and what blames. One may look after every block: all looks together reach the upper line "
-    "falsely with its stated probability."
+    "E-values after every block that B is worse, not worse or better; dashed lines are the "
+    "thresholds of equivalence and of rejection. One may look after every block: all looks "
+    "together reach the upper line falsely with its stated probability."
 )
-SLOPES = "Both arms of a block are joined, in the order the coin gave them. Pale: a dropped block."
+SLOPES = "Both arms of a block are joined, in their randomised order. Pale: a dropped block."
 MACHINE = (
-    "Clock, temperature and load of every trial of every session. Where an arm stands apart, its "
-    "times do not compare."
+    "Clock, temperature and load of every trial of every session. Where the arms differ, their "
+    "times cannot be compared."
 )
 SHIFT = (
     "Change of every decile of the requests from A to B: the median over the blocks, and the range "
-    "of the blocks behind it. A level line moved everything alike; one that rises moved the slow "
+    "of the blocks. A level line moved everything alike; one that rises moved the slow "
     "end."
 )
 HISTORY = (

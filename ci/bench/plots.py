@@ -1,4 +1,4 @@
-"""Plots of a night: every verdict with its margins, its evidence, its blocks and its requests."""
+"""Plots of a run: every verdict with its margins, its evidence and its blocks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import altair as alt
 
 from ci.bench.case_report import CaseReport, relative
 from ci.bench.charts import (
-    COLOURS,
     HEIGHT,
     ROW,
+    VERDICT_COLOURS,
     WIDTH,
     Drawing,
     LegendKey,
@@ -28,17 +28,17 @@ from ci.bench.charts import (
 from harness.bench.stats.bench_verdict import BenchVerdict
 
 REACH = 1.6
-"""A forest reaches so many times as far as its estimates and margins; longer intervals are cut."""
+"""Range of a forest in units of its largest estimate or margin; longer intervals are cut."""
 AGAINST = {
-    "worse": COLOURS[BenchVerdict.REGRESSED],
-    "not worse": COLOURS[BenchVerdict.OK],
-    "better": COLOURS[BenchVerdict.IMPROVED],
+    "worse": VERDICT_COLOURS[BenchVerdict.REGRESSED],
+    "not worse": VERDICT_COLOURS[BenchVerdict.OK],
+    "better": VERDICT_COLOURS[BenchVerdict.IMPROVED],
 }
 LEAST_E = 1e-3
 
 
 def forest(rows: Sequence[CaseReport]) -> Drawing:
-    """A panel a session and workload, a row a metric: B / A with its interval, δ0 to δ1, the MDE.
+    """One panel per session and workload, one row per metric: B / A, its interval, δ0 to δ1, MDE.
 
     Every panel has the same scale.
     """
@@ -93,7 +93,7 @@ def _bent(row: CaseReport, cost: float, reach: float) -> float:
 
 
 def evidence(rows: Sequence[CaseReport]) -> Drawing:
-    """A panel a case: the three e-values after every block, with the lines they must reach."""
+    """One panel per case: the three e-values after every block, with their thresholds."""
     lines = {x for row in rows for x in _thresholds(row)}
     most = max(*lines, *(e for row in rows for es in row.evidence.path for e in es))
     decades = [10.0**power for power in range(-3, math.ceil(math.log10(most)) + 1)]
@@ -130,7 +130,7 @@ def _evidence(row: CaseReport, decades: Sequence[float]) -> Any:
 
 
 def slopes(rows: Sequence[CaseReport]) -> Drawing:
-    """A panel a case: both arms of every block in the order they ran, joined."""
+    """One panel per case: both arms of every block in the order they ran, joined."""
     table = [
         {
             "case": f"{row.label}, {row.unit}" if row.unit else row.label,

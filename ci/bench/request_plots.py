@@ -1,4 +1,4 @@
-"""Plots of requests and of TPOT's halves: which part of a distribution moved, and why."""
+"""Plots of requests, of TPOT's parts and of the machine's conditions."""
 
 from __future__ import annotations
 
@@ -44,19 +44,22 @@ def ttft(sample: Sample) -> float | None:
 
 
 def tpot(sample: Sample) -> float | None:
-    """Time per token behind the first chunk's first, ms; None where there is but one token."""
+    """Time per output token after the first, ms; None where there is only one token."""
     rest = sample.completion_tokens - 1
     return (sample.latency_ms - sample.ttft_ms) / rest if rest > 0 else None
 
 
-TIMES: tuple[tuple[str, Callable[[Sample], float | None]], ...] = (("TTFT", ttft), ("TPOT", tpot))
+REQUEST_TIMES: tuple[tuple[str, Callable[[Sample], float | None]], ...] = (
+    ("TTFT", ttft),
+    ("TPOT", tpot),
+)
 
 
 def shifts(session: Session, trials: Iterable[Trial]) -> list[dict[str, Any]]:
     """Relative shift from A to B of every decile: median, least and largest over the blocks.
 
-    Requests of one launch share its luck, so a block is one observation; blocks with an invalid
-    trial or without both arms are left out.
+    Requests of one launch are not independent, so a block is one observation; blocks with an
+    invalid trial or without both arms are left out.
     """
     pairs: defaultdict[tuple[str, int], dict[str, list[Trial]]] = defaultdict(
         lambda: defaultdict(list)
@@ -67,7 +70,7 @@ def shifts(session: Session, trials: Iterable[Trial]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for workload in dict.fromkeys(name for name, _ in pairs):
         blocks = [arms for (name, _), arms in pairs.items() if name == workload and _whole(arms)]
-        for name, time in TIMES:
+        for name, time in REQUEST_TIMES:
             found = [shift for arms in blocks if (shift := _shift(arms, time)) is not None]
             rows += _spread(workload, name, np.array(found)) if found else []
     return rows
@@ -101,7 +104,7 @@ def _spread(workload: str, name: str, found: Any) -> Iterator[dict[str, Any]]:
 
 
 def shift_plot(rows: Sequence[dict[str, Any]]) -> Drawing:
-    """A panel a workload and time: the shift of every decile, its range over the blocks behind."""
+    """One panel per workload and time: the shift of every decile, and its range over the blocks."""
     ends = reach(row[end] for row in rows for end in ("low", "high"))
     places = groupby(rows, key=lambda row: row["panel"])
     return Drawing(tuple(Panel(place, _shift_plot([*here], ends)) for place, here in places))
@@ -127,7 +130,7 @@ FACTS = (("mhz", "SM clock, MHz"), ("celsius", "GPU, °C"), ("load", "host load 
 
 
 def conditions(trials: Iterable[Trial]) -> list[dict[str, Any]]:
-    """What the machine did during every trial, in run order; facts that nobody asked are absent."""
+    """Conditions of the machine in every trial, in run order; unknown facts are absent."""
     return [
         {"fact": title, "trial": place, "arm": trial.arm, "value": value}
         for place, trial in enumerate(trials, start=1)
@@ -137,7 +140,7 @@ def conditions(trials: Iterable[Trial]) -> list[dict[str, Any]]:
 
 
 def conditions_plot(rows: Sequence[dict[str, Any]]) -> Drawing:
-    """A panel a fact: its value in every trial of the night, both arms in the order they ran."""
+    """One panel per fact: its value in every trial of the run, in run order."""
     panels, notes = split(rows, "fact", "value")
     drawn = tuple(Panel(fact, _conditions(here)) for fact, here in panels.items())
     return Drawing(drawn, arm_keys() if drawn else (), notes)
@@ -184,7 +187,7 @@ def _bar(workload: str, part: str, start: float, end: float) -> dict[str, Any]:
 
 
 def waterfall(steps: Sequence[dict[str, Any]]) -> Drawing:
-    """A panel a workload: step time, accept length and the rest add up to TPOT."""
+    """One panel per workload: step time, accept length and the rest add up to TPOT."""
     ends = reach((row[end] for row in steps for end in ("start", "end")), room=1.45)
     places = groupby(steps, key=lambda row: row["workload"])
     panels = tuple(Panel(place, _waterfall([*here], ends)) for place, here in places)

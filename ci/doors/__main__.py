@@ -29,7 +29,7 @@ from harness.core.paths import ROOT
 from harness.errors import UsageError
 
 ITSELF = "python3 -m ci doors"
-EXTRAS = "extras"
+EXTRAS_NAME = "extras"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         "names",
         nargs="*",
         metavar="DOCUMENT",
-        help=f"such as README.md, or {EXTRAS!r}; default: everything",
+        help=f"such as README.md, or {EXTRAS_NAME!r}; default: everything",
     )
     made.add_argument("--into", type=Path, metavar="FOLDER", help="empty; kept afterwards")
     return made
@@ -81,8 +81,10 @@ def doors(names: Sequence[str], into: Path, console: Console) -> list[Tried]:
     """
     known, root = table.read(), clone(into)
     texts = documents(root)
-    if unknown := [name for name in names if name not in (*texts, EXTRAS)]:
-        raise UsageError(f"{unknown[0]} is no document; accepted: {', '.join((*texts, EXTRAS))}")
+    if unknown := [name for name in names if name not in (*texts, EXTRAS_NAME)]:
+        raise UsageError(
+            f"{unknown[0]} is no document; accepted: {', '.join((*texts, EXTRAS_NAME))}"
+        )
     every = [command for path, text in texts.items() for command in commands(path, text)]
     every = [command for command in every if command.bare != ITSELF]
     tried = stale(known, every)
@@ -94,7 +96,7 @@ def doors(names: Sequence[str], into: Path, console: Console) -> list[Tried]:
                 result = typed(command, known, shell, done)
             told(result, console)
             tried.append(result)
-    if not names or EXTRAS in names:
+    if not names or EXTRAS_NAME in names:
         for result in environments(known, root, into, texts.values()):
             told(result, console)
             tried.append(result)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from markdown_it import MarkdownIt
 
-FIRST = ("README.md", "CONTRIBUTING.md")
+READ_FIRST = ("README.md", "CONTRIBUTING.md")
 """Read before the others: a reader of any other document has done what the README says."""
 CONTINUED = re.compile(r"\s*\\\n\s*")
 UNCOMMENTED = re.compile(r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\]|\s(?!\s*\#))*""", re.DOTALL)
@@ -43,7 +43,7 @@ class Command:
 
 def ordered(paths: list[str]) -> list[str]:
     """Documents in the order in which a person meets them."""
-    return sorted(paths, key=lambda path: (path not in FIRST, path != FIRST[0], path))
+    return sorted(paths, key=lambda path: (path not in READ_FIRST, path != READ_FIRST[0], path))
 
 
 def commands(document: str, text: str) -> Iterator[Command]:

@@ -18,9 +18,9 @@ from ci.doors.table import Row
 SCRIPT = "set -a\ntrap 'env -0 > \"$0\"' EXIT\n"
 """Variables, exported or not, and the folder outlive the process as they outlive a line typed."""
 TRACEBACK = "Traceback (most recent call last)"
-INTERRUPTED = (0, 128 + signal.SIGINT, -signal.SIGINT)
+INTERRUPT_CODES = (0, 128 + signal.SIGINT, -signal.SIGINT)
 GRACE_S = 15.0
-POLL_S = 0.2
+SHELL_POLL_S = 0.2
 OWN = re.compile(r"_|SHLVL|VIRTUAL_ENV\w*|(PYTHON|TOX|COVERAGE|HYPOTHESIS|SPECGATE)\w*")
 """Variables of the lane, which a person's shell does not have."""
 QUICK_PIP = {"PIP_COMPILE": "0"}
@@ -110,7 +110,7 @@ def _attended(process: subprocess.Popen[bytes], row: Row, log: Path) -> str:
                 os.killpg(process.pid, signal.SIGINT)
             if time.monotonic() > deadline:
                 return f"longer than {row.limit:.0f} s"
-            time.sleep(POLL_S)
+            time.sleep(SHELL_POLL_S)
     finally:
         _stop(process)
     return "" if told else f"never said {row.ready!r}"
@@ -130,7 +130,7 @@ def _problem(code: int, output: str, row: Row) -> str:
     if (row.ready or row.refused) and TRACEBACK in output:
         return "a traceback"
     if row.ready:
-        return "" if code in INTERRUPTED else f"ended with {code} after Ctrl-C"
+        return "" if code in INTERRUPT_CODES else f"ended with {code} after Ctrl-C"
     if row.refused:
         last = (output.strip().splitlines() or [""])[-1]
         return "" if code and row.refused in last else f"ended with {code}, unlike {row.refused!r}"

@@ -12,7 +12,7 @@ from typing import Any
 from ci.doors.documents import Command
 from harness.errors import UsageError, rejected
 
-FILE = Path(__file__).with_name("doors.toml")
+COMMAND_TABLE = Path(__file__).with_name("doors.toml")
 UNFILLED = re.compile(r"(?<![\w$.{-])[A-Z]{2,}(?:[.:][A-Z]+)*(?![\w=])")
 """A word in capitals that is no variable, neither read ($PWD) nor set (ARM=…)."""
 
@@ -85,7 +85,7 @@ class Table:
         return [*(command for command in self.rows if command not in texts), *words]
 
 
-def read(file: Path = FILE) -> Table:
+def read(file: Path = COMMAND_TABLE) -> Table:
     """The table.
 
     Raises:

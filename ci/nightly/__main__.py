@@ -19,7 +19,7 @@ from harness.core.argument_types import CommandLine
 from harness.errors import UsageError, rejected
 
 REPORT = Path("report/nightly")
-EXTRAS = ("test",)
+CPU_EXTRAS = ("test",)
 NightlyConfig = dict[str, Any]
 
 
@@ -59,7 +59,7 @@ def nightly(config: NightlyConfig, options: argparse.Namespace, bench: Sequence[
     arms = stages.arms_of({"reference": options.reference, "candidate": options.candidate})
     night = stages.plan(here, config, options.report, arms, bench)
     planned = trials.planned(here.sm)
-    extras = (*EXTRAS, "gpu") if here.gpus else EXTRAS
+    extras = (*CPU_EXTRAS, "gpu") if here.gpus else CPU_EXTRAS
     free_gib = free_gib_needed(config, arms) if here.gpus else 0.0
     [benchmark] = [stage.argv for stage in night if stage.name == "bench"]
     found = checks.checks(extras, options.report, free_gib, benchmark, unpinned=options.unpinned)

@@ -27,7 +27,7 @@ def run_stages(night: Sequence[Stage], folder: Path) -> dict[str, int]:
         folder: of the reports; made where missing, what an older night left is removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (RECORDS, BENCH, latency_table.FILE):
+    for name in (RECORDS, BENCH, latency_table.LATENCY_FILE):
         (folder / name).unlink(missing_ok=True)
     codes: dict[str, int] = {}
     for stage in night:

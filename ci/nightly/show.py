@@ -13,7 +13,7 @@ from ci.nightly.machine import Machine
 from ci.nightly.stages import Stage
 from ci.nightly.trials import PlannedTrial, per_subject
 
-MARKS = {True: "[green]yes[/]", False: "[bold red]no[/]", None: "[yellow]not asked[/]"}
+CHECK_MARKS = {True: "[green]yes[/]", False: "[bold red]no[/]", None: "[yellow]not asked[/]"}
 
 
 def show(
@@ -27,7 +27,7 @@ def show(
     console.print(f"machine: {machine}")
     table = Table("check", "holds", "found", title="checks", title_justify="left")
     for check in checks:
-        table.add_row(check.name, MARKS[check.holds], check.said)
+        table.add_row(check.name, CHECK_MARKS[check.holds], check.said)
     console.print(table)
     table = Table(title="planned trials", title_justify="left")
     table.add_column("subject", no_wrap=True)

@@ -13,7 +13,12 @@ from ci.nightly.machine import Machine
 from harness.core.paths import ROOT
 from harness.errors import UsageError, rejected
 
-DIFFERENTIAL = ("suites/differential", "suites/graphs", "suites/speculative", "suites/contract")
+DIFFERENTIAL_SUITES = (
+    "suites/differential",
+    "suites/graphs",
+    "suites/speculative",
+    "suites/contract",
+)
 BENCH = "bench.jsonl"
 PIN = re.compile(r"[A-Za-z0-9][\w.-]*(==[\w.+!-]+)?")
 
@@ -109,7 +114,7 @@ def plan(
     latency = ("--report", str(out), f"--junitxml={out}/latency.xml")
     measured = (*_bench(machine, bench, out, arms), *options)
     return [
-        Stage("differential", module("harness", "gpu", "--report", str(out), *DIFFERENTIAL)),
+        Stage("differential", module("harness", "gpu", "--report", str(out), *DIFFERENTIAL_SUITES)),
         Stage("latency", module("harness", "latency", *latency)),
         *installs,
         Stage("server", _server(machine, bench, out, arms["candidate"]), serves),

@@ -21,7 +21,7 @@ from harness.errors import UsageError
 from harness.upstream.released_wheel import WHEELS as RELEASES
 from harness.upstream.released_wheel import fetch as fetch_release
 
-HERE = Path(__file__).parent
+OFFLINE_FOLDER = Path(__file__).parent
 RELEASES_FOLDER = "specgate-wheels"
 """Where in the bundle the files of sglang's releases lie, for the latency suite."""
 INSTALLED = ("purelib", "platlib")
@@ -30,7 +30,7 @@ STRIPPED_FROM = 1 << 20
 
 def specification() -> dict[str, Any]:
     """``bundle.toml``."""
-    with (HERE / "bundle.toml").open("rb") as file:
+    with (OFFLINE_FOLDER / "bundle.toml").open("rb") as file:
         return tomllib.load(file)
 
 

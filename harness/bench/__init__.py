@@ -1,1 +1,1 @@
-"""Trials, blocks and arms: what a benchmark measures, and what its records say."""
+"""Benchmarks of servers: arms, trials and blocks, their records and their analysis."""

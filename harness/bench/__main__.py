@@ -1,4 +1,4 @@
-"""``specgate compare RECORDS``: judge a benchmark's records again and print what they show."""
+"""``specgate compare RECORDS``: analyse the records of a benchmark again and print the findings."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def show(lines: Iterable[Line], console: Console) -> int:
     Returns:
         1 if the verdict is red, else 0.
     """
-    night = verdict(findings(lines))
-    console.print(conclude(night.findings, night.reasons, night.verdict))
-    return int(night.verdict.is_red)
+    run = verdict(findings(lines))
+    console.print(conclude(run.findings, run.reasons, run.verdict))
+    return int(run.verdict.is_red)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, 1 for a red verdict, 2 for records that are none."""
+    """Exit code: 0, 1 for a red verdict, 2 for records that cannot be read."""
     parser = CommandLine(prog="specgate compare", description=__doc__)
     packed = "a bench.jsonl, or one packed as bench.jsonl.gz"
     parser.add_argument("records", type=Path, metavar="RECORDS", help=packed)

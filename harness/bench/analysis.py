@@ -1,4 +1,4 @@
-"""From a benchmark's lines to what they show: one finding a metric, workload and session."""
+"""Findings of a benchmark: one per metric, workload and session, and the verdict of the run."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from harness.bench.analysis_blocks import blocks_of, complete, split
 from harness.bench.session_records import CasePlan, Line, Role, Session, Trial, Workload
 from harness.bench.stats.bench_verdict import BenchVerdict
-from harness.bench.stats.counts import changes
 from harness.bench.stats.design import Block
 from harness.bench.stats.estimates import detectable
-from harness.bench.stats.multiple_testing import Control, believe, settle
+from harness.bench.stats.multiple_testing import Control, apply_controls, apply_e_bh
 from harness.bench.stats.sequential_test import Evidence, SequentialPlan, judge
+from harness.bench.stats.validity import changed_counts
 
 SLOWED = ("step_time", "tpot")
-"""Metrics that a slowdown of a server's steps shows in; either will do."""
-NOISY = 3
-"""Fewest A/A blocks that say anything about noise."""
+"""Metrics in which a slowdown of a server's steps shows; one of them suffices."""
+LEAST_AA_BLOCKS = 3
+"""Fewest A/A blocks from which noise is estimated."""
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 WORST_FIRST = (
     BenchVerdict.INVALID,
@@ -32,18 +32,18 @@ WORST_FIRST = (
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What is known of one metric of one workload in one session.
+    """The evidence on one metric of one workload in one session.
 
     Args:
         session, workload: the plan and its row.
         metric: name of the margin's row.
         case: its plan: bounds, unit, direction.
-        evidence: the ruling and what it rests on.
-        blocks: what it was judged from, invalid ones too.
-        mde: least slowdown this night's A/A noise would show, log units; None without an A/A
-            session of at least three valid blocks.
+        evidence: the verdict and the numbers it rests on.
+        blocks: the blocks it was judged from, invalid ones too.
+        mde: least slowdown that the A/A noise of this run would show, log units; None without an
+            A/A session of at least three valid blocks.
         role: the session's.
-        reasons: why blocks were dropped, or why none of it is believed.
+        reasons: why blocks were dropped, or why it is invalid.
     """
 
     session: Session
@@ -63,7 +63,7 @@ class Finding:
 
     @property
     def verdict(self) -> BenchVerdict:
-        """What is said of it."""
+        """Of its evidence."""
         return self.evidence.verdict
 
     @property
@@ -72,8 +72,8 @@ class Finding:
         sign = -1.0 if self.case.higher_is_better else 1.0
         return [sign * block.effect for block in self.blocks if not block.invalid]
 
-    def ruled(self, evidence: Evidence) -> Finding:
-        """The same with another ruling and its reasons."""
+    def with_evidence(self, evidence: Evidence) -> Finding:
+        """The same with other evidence and its reasons."""
         return replace(self, evidence=evidence, reasons=evidence.reasons)
 
 
@@ -83,7 +83,7 @@ class RunVerdict:
 
     Args:
         findings: in the order they came; candidates after e-BH and the controls.
-        reasons: why the night is not believed; empty where it is.
+        reasons: why the run is invalid; empty where it is valid.
     """
 
     findings: tuple[Finding, ...]
@@ -91,7 +91,7 @@ class RunVerdict:
 
     @property
     def verdict(self) -> BenchVerdict:
-        """The worst of the candidates'; INVALID where the night is not believed."""
+        """The worst of the candidates'; INVALID where the run is invalid."""
         verdicts = {found.verdict for found in self.findings if found.role is Role.CANDIDATE}
         worst = next(
             (verdict for verdict in WORST_FIRST if verdict in verdicts), BenchVerdict.INVALID
@@ -104,11 +104,11 @@ def findings(lines: Iterable[Line], *, detectable_too: bool = True) -> list[Find
 
     Args:
         lines: of one file.
-        detectable_too: whether ``mde`` is worked out, which costs more than all the rest.
+        detectable_too: whether ``mde`` is computed, which costs more than all the rest.
 
     Raises:
         UsageError: a trial of a session that has no plan, or two plans of one id.
-        ContractError: blocks are missing or not in the coin's order.
+        ContractError: blocks are missing or not in the drawn order.
     """
     sessions, trials = split(lines)
     found = [
@@ -149,8 +149,8 @@ def _judged(session: Session, case: CasePlan, trials: Sequence[Trial]) -> Findin
 def _counted(session: Session, trials: Sequence[Trial], evidence: Evidence) -> Evidence:
     """INVALID where equal arms did unequal work: their times cannot be compared.
 
-    Arms of a candidate may differ in what they launch; that is reported and ruled on by its cost.
-    A block with a failed trial has no say: it is dropped, and another one takes its place.
+    The arms of a candidate session may differ in what they launch: that is a reason beside the
+    verdict on its cost. A block with a failed trial is left out: it is dropped and replaced.
     """
     changed: dict[str, tuple[int | None, int | None]] = {}
     for row in complete(session, trials).values():
@@ -158,7 +158,7 @@ def _counted(session: Session, trials: Sequence[Trial], evidence: Evidence) -> E
             continue
         by_arm = {arm: [trial.counts for trial in row if trial.arm == arm] for arm in "AB"}
         for a, b in zip(by_arm["A"], by_arm["B"], strict=True):
-            changed |= changes(a, b)
+            changed |= changed_counts(a, b)
     if not changed:
         return evidence
     why = tuple(f"count {name}: A {a}, B {b}" for name, (a, b) in changed.items())
@@ -167,15 +167,15 @@ def _counted(session: Session, trials: Sequence[Trial], evidence: Evidence) -> E
 
 
 def _with_mde(found: Finding, same: Finding | None) -> Finding:
-    if same is None or len(same.effects) < NOISY:
+    if same is None or len(same.effects) < LEAST_AA_BLOCKS:
         return found
     return replace(found, mde=detectable(same.effects, found.case.bounds, found.session.thresholds))
 
 
 def dropped(found: Iterable[Finding]) -> list[str]:
-    """One line for each workload of a session that lost blocks: how many, and why.
+    """One line for each workload of a session with dropped blocks: how many, and why.
 
-    Reasons that differ in their numbers alone are told once, with the largest of them.
+    Of reasons that differ in their numbers alone one is shown, with the largest numbers.
     """
     worst: dict[tuple[str, str], Finding] = {}
     for f in found:
@@ -201,21 +201,21 @@ def _alike(blocks: Sequence[Block]) -> list[tuple[str, int]]:
 
 
 def verdict(found: Sequence[Finding]) -> RunVerdict:
-    """Fold in the family and the controls.
+    """The verdict of a run: multiple testing and the controls applied to its findings.
 
-    Blame and praise of candidates are settled by e-BH. An A/A case that was blamed or praised, or a
-    workload on which the planted slowdown was not blamed, makes every candidate INVALID.
+    REGRESSED and IMPROVED of candidates are decided by e-BH. An A/A case that is either of the two,
+    or a workload on which the injected slowdown is not REGRESSED, makes every candidate INVALID.
     """
     candidates = {f.id: f for f in found if f.role is Role.CANDIDATE}
-    settled = settle({name: f.evidence for name, f in candidates.items()})
+    judged = apply_e_bh({name: f.evidence for name, f in candidates.items()})
     for controls in _controls(found):
-        settled = believe(settled, controls)
-    ruled = tuple(f.ruled(settled[f.id]) if f.id in settled else f for f in found)
-    refused = [why for f in found if f.id in settled for why in settled[f.id].reasons]
-    reasons = [why for why in refused if why.startswith("control ")]
+        judged = apply_controls(judged, controls)
+    all_judged = tuple(f.with_evidence(judged[f.id]) if f.id in judged else f for f in found)
+    all_reasons = [why for evidence in judged.values() for why in evidence.reasons]
+    reasons = [why for why in all_reasons if why.startswith("control ")]
     if not candidates:
         reasons = ["no candidate was measured"]
-    return RunVerdict(findings=ruled, reasons=tuple(dict.fromkeys(reasons)))
+    return RunVerdict(findings=all_judged, reasons=tuple(dict.fromkeys(reasons)))
 
 
 def _controls(found: Sequence[Finding]) -> list[dict[Control, Evidence]]:
@@ -224,13 +224,13 @@ def _controls(found: Sequence[Finding]) -> list[dict[Control, Evidence]]:
     for workload in dict.fromkeys(f.workload.id for f in found if f.role is Role.CANDIDATE):
         here = [f for f in found if f.workload.id == workload]
         same = [f.evidence for f in here if f.role is Role.SAME]
-        planted = [f.evidence for f in here if f.role is Role.INJECTED and f.metric in SLOWED]
+        injected = [f.evidence for f in here if f.role is Role.INJECTED and f.metric in SLOWED]
         controls: dict[Control, Evidence] = {}
         if same:
-            blamed = [e for e in same if e.verdict not in Control.AA.accepted]
-            controls[Control.AA] = (blamed or same)[0]
-        if planted:
-            shown = [e for e in planted if e.verdict in Control.INJECTED.accepted]
-            controls[Control.INJECTED] = (shown or planted)[0]
+            failed = [e for e in same if e.verdict not in Control.AA.accepted]
+            controls[Control.AA] = (failed or same)[0]
+        if injected:
+            shown = [e for e in injected if e.verdict in Control.INJECTED.accepted]
+            controls[Control.INJECTED] = (shown or injected)[0]
         made.append(controls)
     return made

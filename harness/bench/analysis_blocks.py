@@ -1,4 +1,4 @@
-"""From a benchmark's lines to the blocks of a case."""
+"""Blocks of a case, from the lines of a benchmark."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.bench.stats.design import Block
 from harness.bench.stats.validity import reasons
 from harness.errors import UsageError, rejected
 
-TIMES = ("us", "ms")
+TIME_UNITS = ("us", "ms")
 """Units whose values scale with the clock."""
 TrialsByArm = dict[tuple[str, str], list[Trial]]
 """By (session, workload)."""
@@ -30,7 +30,7 @@ def split(lines: Iterable[Line]) -> tuple[list[Session], TrialsByArm]:
                 raise UsageError(rejected("trial of session", line.session, list(sessions)))
             trials[line.session, line.workload].append(line)
         elif line.id in sessions:
-            raise UsageError(rejected("session", line.id, "one plan an id"))
+            raise UsageError(rejected("session", line.id, "one plan per id"))
         else:
             sessions[line.id] = line
     return list(sessions.values()), trials
@@ -47,11 +47,11 @@ def complete(session: Session, trials: Sequence[Trial]) -> dict[int, list[Trial]
 
 
 def blocks_of(session: Session, trials: Sequence[Trial], case: CasePlan) -> tuple[Block, ...]:
-    """What one case is judged from: its complete blocks, in order.
+    """The complete blocks of one case, in order.
 
     A block is invalid where a condition does not hold or a trial has no number.
     """
-    clocked = case.unit in TIMES and any(trial.mhz is not None for trial in trials)
+    clocked = case.unit in TIME_UNITS and any(t.conditions.mhz is not None for t in trials)
     rows = complete(session, trials).items()
     return tuple(_block(index, row, case.metric, clocked=clocked) for index, row in rows)
 
@@ -61,12 +61,13 @@ def _block(index: int, row: Sequence[Trial], metric: str, *, clocked: bool) -> B
     why += reasons([trial.conditions for trial in row])
     if not why and any(metric not in trial.metrics for trial in row):
         why.append(f"{metric}: not measured in every trial")
-    if clocked and any(trial.mhz is None for trial in row):
+    clocks = [trial.conditions.mhz for trial in row]
+    if clocked and None in clocks:
         why.append("mhz: sampled in some trials only")
     return Block(
         index=index,
         order="".join(trial.arm for trial in row),
         values=tuple(trial.metrics[metric] for trial in row if metric in trial.metrics),
-        mhz=tuple(trial.mhz for trial in row if trial.mhz is not None) if clocked else (),
+        mhz=tuple(mhz for mhz in clocks if mhz is not None) if clocked else (),
         invalid=tuple(dict.fromkeys(why)),
     )

@@ -1,4 +1,4 @@
-"""Waves: the next blocks of every session, launched side by side, measured one after the other."""
+"""Measurement of a benchmark: blocks of every session, launched and measured side by side."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.design import draw_order
 
 SIDE_BY_SIDE = 12
-"""Servers that are up at a time."""
+"""Servers that run at a time."""
 Measure = Callable[[TrialSlot, Arm, Server, Workload], Trial]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTask:
-    """A block that is to be measured, and what is measured in it."""
+    """A block to measure, and on which workloads."""
 
     session: Session
     index: int
@@ -35,21 +35,44 @@ class BlockTask:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenSession:
-    """A session of which something is undecided: on which workloads, within how many blocks."""
+    """A session with undecided cases: their workloads, and the most blocks still to measure."""
 
     session: Session
     workloads: Sequence[Workload]
     left: int
 
 
-class RunObserver(Protocol):
-    """Who is told how it goes."""
+def open_sessions(sessions: Sequence[Session], found: Sequence[Finding]) -> list[OpenSession]:
+    """Sessions with undecided cases, and the workloads of these.
 
-    def trial(self, trial: Trial) -> None:
+    An injected slowdown that one metric of a workload shows need not be shown by another.
+    """
+    still_open = []
+    for session in sessions:
+        mine = [f for f in found if f.session.id == session.id]
+        shown = {f.workload.id for f in mine if f.verdict is BenchVerdict.REGRESSED}
+        enough = shown if session.role is Role.INJECTED else set()
+        undecided = [f for f in mine if not f.evidence.over and f.workload.id not in enough]
+        ids = {f.workload.id for f in undecided}
+        if undecided:
+            still_open.append(
+                OpenSession(
+                    session=session,
+                    workloads=[w for w in session.workloads if w.id in ids],
+                    left=max(f.case.bounds.n_max - f.evidence.blocks for f in undecided),
+                )
+            )
+    return still_open
+
+
+class RunObserver(Protocol):
+    """Receiver of the progress of a run."""
+
+    def trial_done(self, trial: Trial) -> None:
         """A trial ended."""
 
-    def wave(self, found: Sequence[Finding]) -> None:
-        """A wave ended; this is what is known."""
+    def blocks_done(self, found: Sequence[Finding]) -> None:
+        """Blocks of every open session ended; these are the findings so far."""
 
 
 @dataclass(kw_only=True)
@@ -59,14 +82,14 @@ class BlockRunner:
     Args:
         sessions: their plans.
         arms: of every role, by letter.
-        out: file that lines are added to; the plans are in it.
+        out: file that lines are added to; it holds the plans.
         logs: folder of the servers' logs.
         measure: makes a trial.
-        watch: who is told.
-        lines: what the file holds.
-        seconds: no wave is begun that would end later, judged by the longest before it.
-        side_by_side: servers up at a time, as many blocks of every session as that holds; the block
-            of a session is never torn apart.
+        observer: is told of trials and findings.
+        lines: those of the file.
+        seconds: no blocks are begun that would end later, judged by the longest round before.
+        side_by_side: servers that run at a time, as many blocks of every session as that allows;
+            a block is always measured as a whole.
     """
 
     sessions: Sequence[Session]
@@ -74,102 +97,78 @@ class BlockRunner:
     out: Path
     logs: Path
     measure: Measure
-    watch: RunObserver
+    observer: RunObserver
     lines: list[Line] = field(default_factory=list)
     seconds: float = float("inf")
     side_by_side: int = SIDE_BY_SIDE
 
     def run(self) -> list[Finding]:
-        """Measure until everything is decided, or the time is up.
-
-        Returns:
-            What is known then.
-        """
+        """Measure until every case is decided, or the time is up; the findings then."""
         began, longest = time.monotonic(), 0.0
         found = findings(self.lines, detectable_too=False)
-        while open_session := self._due(found):
+        while still_open := open_sessions(self.sessions, found):
             start = time.monotonic()
             if start - began + longest > self.seconds:
                 break
-            turns, at_once = self._turns(open_session), self._at_once(open_session)
-            for first in range(0, len(turns), at_once):
-                self._wave(turns[first : first + at_once])
+            tasks, at_once = self._tasks(still_open), self._blocks_at_once(still_open)
+            for first in range(0, len(tasks), at_once):
+                self._measure_side_by_side(tasks[first : first + at_once])
             longest = max(longest, time.monotonic() - start)
             found = findings(self.lines, detectable_too=False)
-            self.watch.wave(found)
+            self.observer.blocks_done(found)
         return findings(self.lines)
 
-    def _due(self, found: Sequence[Finding]) -> list[OpenSession]:
-        """Sessions with workloads of which something is undecided.
+    def _blocks_at_once(self, still_open: Sequence[OpenSession]) -> int:
+        return max(1, self.side_by_side // still_open[0].session.design.launches)
 
-        A planted slowdown that was shown by one metric need not be shown by another.
-        """
-        open_session = []
-        for session in self.sessions:
-            mine = [f for f in found if f.session.id == session.id]
-            shown = {f.workload.id for f in mine if f.verdict is BenchVerdict.REGRESSED}
-            enough = shown if session.role is Role.INJECTED else set()
-            open_ = [f for f in mine if not f.evidence.over and f.workload.id not in enough]
-            undecided = {f.workload.id for f in open_}
-            if open_:
-                open_session.append(
-                    OpenSession(
-                        session=session,
-                        workloads=[w for w in session.workloads if w.id in undecided],
-                        left=max(f.case.bounds.n_max - f.evidence.blocks for f in open_),
-                    )
-                )
-        return open_session
+    def _tasks(self, still_open: Sequence[OpenSession]) -> list[BlockTask]:
+        """The next blocks: every session's next one, then every session's second next."""
+        ahead = max(1, self._blocks_at_once(still_open) // len(still_open))
+        by_session = [self._next(one, min(ahead, one.left)) for one in still_open]
+        return [task for tasks in zip_longest(*by_session) for task in tasks if task]
 
-    def _at_once(self, open_session: Sequence[OpenSession]) -> int:
-        return max(1, self.side_by_side // open_session[0].session.design.launches)
-
-    def _turns(self, open_session: Sequence[OpenSession]) -> list[BlockTask]:
-        """The blocks of a round: every session's next one, then every session's second next."""
-        ahead = max(1, self._at_once(open_session) // len(open_session))
-        by_session = [self._next(one, min(ahead, one.left)) for one in open_session]
-        return [turn for turns in zip_longest(*by_session) for turn in turns if turn]
-
-    def _wave(self, turns: Sequence[BlockTask]) -> None:
+    def _measure_side_by_side(self, tasks: Sequence[BlockTask]) -> None:
         with stopped_together() as started:
-            servers = [self._launch(turn, started) for turn in turns]
+            servers = [self._launch(task, started) for task in tasks]
             wait_together(started)
-            for turn, by_place in zip(turns, servers, strict=True):
-                for workload in turn.workloads:
+            for task, by_place in zip(tasks, servers, strict=True):
+                for workload in task.workloads:
                     for slot, arm, server in by_place:
                         self._add(self.measure(slot, arm, server, workload))
 
-    def _launch(self, turn: BlockTask, started: Started) -> list[tuple[TrialSlot, Arm, Server]]:
-        """Start what a block needs; who measures where, in run order."""
-        session, by_place = turn.session, []
+    def _launch(self, task: BlockTask, started: Started) -> list[tuple[TrialSlot, Arm, Server]]:
+        """Start the servers of a block; slot, arm and server of each trial, in run order."""
+        session, by_place = task.session, []
         launched: dict[str, Server] = {}
-        order = draw_order(session.seed, turn.index, session.design)
+        order = draw_order(session.seed, task.index, session.design)
         for place, letter in enumerate(order):
             arm = self.arms[session.role][letter]
             name = letter if session.design.launches < len(order) else f"{place}{letter}"
             if name not in launched:
-                log = f"{session.role.name.lower()}-{turn.index}-{name}.log"
+                log = f"{session.role.name.lower()}-{task.index}-{name}.log"
                 launched[name] = arm.start(self.logs / log)
                 started[arm.spec].append(launched[name])
-            slot = TrialSlot(session=session.id, block=turn.index, place=place, arm=letter)
+            slot = TrialSlot(session=session.id, block=task.index, place=place, arm=letter)
             by_place.append((slot, arm, launched[name]))
         return by_place
 
-    def _next(self, open_session: OpenSession, ahead: int) -> list[BlockTask]:
-        """The next blocks; an interruption may have split a block's workloads."""
-        session, workloads = open_session.session, open_session.workloads
+    def _next(self, one: OpenSession, ahead: int) -> list[BlockTask]:
+        """The next blocks; an interruption may have ended between a block's workloads."""
+        session = one.session
         mine = [t for t in self.lines if isinstance(t, Trial) and t.session == session.id]
         done = {
             workload: len(complete(session, [t for t in mine if t.workload == workload.id]))
-            for workload in workloads
+            for workload in one.workloads
         }
         first = min(done.values())
         return [
-            BlockTask(session=session, index=i, workloads=[w for w in workloads if done[w] <= i])
+            BlockTask(
+                session=session, index=i, workloads=[w for w in one.workloads if done[w] <= i]
+            )
             for i in range(first, first + ahead)
         ]
 
     def _add(self, trial: Trial) -> None:
         append(self.out, trial)
         self.lines.append(trial)
-        self.watch.trial(trial)
+        self.observer.trial_done(trial)

@@ -1,4 +1,4 @@
-"""A benchmark as people watch it: a bar a session, a table that changes after every wave."""
+"""Terminal view of a benchmark: a bar per session, a table redrawn after every round of blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from harness.bench.session_records import Session, Trial
 from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.sequential_test import Evidence
 
-COLOURS = {
+VERDICT_STYLES = {
     BenchVerdict.REGRESSED: "bold red",
     BenchVerdict.INVALID: "red",
     BenchVerdict.INCONCLUSIVE: "yellow",
@@ -37,7 +37,7 @@ def percent(ratio: float | None) -> str:
 
 
 def change(evidence: Evidence) -> str:
-    """Its ratio as a change; "–" where no block stands behind it."""
+    """Its ratio as a change; "–" where it has no block."""
     return percent(evidence.ratio if evidence.blocks else None)
 
 
@@ -48,13 +48,13 @@ def interval(evidence: Evidence) -> str:
 
 
 def e_value(evidence: Evidence) -> str:
-    """The one behind its ruling, in at most seven characters."""
+    """The e-value of its verdict, in at most seven characters."""
     e = evidence.e_value
     return f"{e:.3g}" if 1.0 <= e < 1000.0 else f"{e:.2g}"
 
 
 def table(found: Sequence[Finding]) -> Group:
-    """One row a finding under its session and workload, within 80 columns; then dropped blocks."""
+    """One row per finding by session and workload, within 80 columns; then the dropped blocks."""
     rows = [_row(f) for f in found]
     columns = zip(HEADS, *rows, strict=True)
     widths = [max(cell_len(str(cell)) for cell in column) for column in columns]
@@ -85,7 +85,7 @@ def _row(f: Finding) -> tuple[Text | str, ...]:
     said = str(f.verdict) if evidence.over else f"({f.verdict})"
     return (
         f.metric,
-        Text(said, style=COLOURS[f.verdict]),
+        Text(said, style=VERDICT_STYLES[f.verdict]),
         change(evidence),
         interval(evidence),
         e_value(evidence) if evidence.blocks else "–",
@@ -95,11 +95,11 @@ def _row(f: Finding) -> tuple[Text | str, ...]:
 
 
 class ConsoleView:
-    """Shows trials and findings on a terminal; elsewhere a line a wave.
+    """Trials and findings on a terminal; elsewhere one line per round of blocks.
 
     Args:
         sessions: one bar each.
-        console: where to.
+        console: that is written to.
     """
 
     def __init__(self, sessions: Sequence[Session], console: Console) -> None:
@@ -114,11 +114,11 @@ class ConsoleView:
             expand=True,
         )
         self._tasks = {
-            session.id: self._bars.add_task(session.id, total=_most(session), last="")
+            session.id: self._bars.add_task(session.id, total=_most_trials(session), last="")
             for session in sessions
         }
         self._live = Live(self._bars, console=console, transient=True)
-        self._told: Sequence[str] = ()
+        self._printed: Sequence[str] = ()
 
     def __enter__(self) -> ConsoleView:
         if self._console.is_terminal:
@@ -130,35 +130,35 @@ class ConsoleView:
     ) -> None:
         self._live.stop()
 
-    def trial(self, trial: Trial) -> None:
+    def trial_done(self, trial: Trial) -> None:
         """Move its session's bar on."""
         last = f"block {trial.block} {trial.arm} {trial.workload}"
         self._bars.update(self._tasks[trial.session], advance=1, last=last)
 
-    def wave(self, found: Sequence[Finding]) -> None:
+    def blocks_done(self, found: Sequence[Finding]) -> None:
         """Redraw the table."""
         self._live.update(Group(table(found), self._bars))
         if not self._console.is_terminal:
             open_cases = sum(not f.evidence.over for f in found)
             blocks = max(f.evidence.blocks for f in found)
             self._console.print(f"{blocks} blocks, {open_cases} of {len(found)} cases undecided")
-            self._tell(dropped(found))
+            self._print_new(dropped(found))
 
-    def _tell(self, lines: Sequence[str]) -> None:
+    def _print_new(self, lines: Sequence[str]) -> None:
         for line in lines:
-            if line not in self._told:
+            if line not in self._printed:
                 self._console.print(line, markup=False, highlight=False)
-        self._told = lines
+        self._printed = lines
 
 
-def _most(session: Session) -> int:
-    """Trials if nothing is decided early."""
+def _most_trials(session: Session) -> int:
+    """Trials where no case is decided early."""
     places = len(session.design.orders[0])
     most = max(case.bounds.n_max for case in session.cases)
     return most * places * len(session.workloads)
 
 
 def conclude(found: Sequence[Finding], reasons: Sequence[str], verdict: BenchVerdict) -> Group:
-    """The last word: the table, the verdict and why."""
+    """The result: the table, the verdict and its reasons."""
     why = [Text(f"  {reason}") for reason in reasons]
-    return Group(table(found), Text(f"verdict: {verdict}", style=COLOURS[verdict]), *why)
+    return Group(table(found), Text(f"verdict: {verdict}", style=VERDICT_STYLES[verdict]), *why)

@@ -1,19 +1,21 @@
-"""What a setup costs at most, before anything is started: launches, trials, minutes."""
+"""Upper bounds on the cost of a benchmark before it starts: launches, trials, minutes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from harness.bench.analysis import SLOWED
-from harness.bench.metrics import NAMES
-from harness.bench.plan import Setup
-from harness.bench.session_records import Role
+from harness.bench.analysis import findings
+from harness.bench.arms import Arm
+from harness.bench.block_runner import open_sessions
+from harness.bench.plan import Setup, has_metric
+from harness.bench.session_records import Line, Role, Session, Workload
 
 LAUNCH_S = 5.0
-"""Side by side, of a small model: what a wave of launches takes, divided by its launches."""
+"""Per launch of a small model, where several are launched side by side."""
 TRIAL_S = 0.2
-"""Flush and probe of a trial."""
+"""Flush and monitoring of a trial."""
 TOKEN_S = {"embedded": 0.01, "sglang": 0.002, "url": 0.002}
 """TPOT of a shipped pair by the kind of an arm: on two cores and on an H200."""
 
@@ -39,20 +41,34 @@ class Forecast:
         )
 
 
-def forecast(setup: Setup) -> Forecast:
-    """The most that a setup can take; an attached server is not launched."""
+def forecast(setup: Setup, begun: Sequence[Line] = ()) -> Forecast:
+    """The most that a setup can take; an attached server is not launched.
+
+    Args:
+        setup: the options.
+        begun: lines of the run that is resumed: its plan needs no rehearsal, and of its sessions
+            what is left counts.
+    """
     launches, trials, seconds = 0, 0, 0.0
     places, servers = len(setup.design.orders[0]) // 2, setup.design.launches // 2
-    # Arm by arm: of the rehearsal one launch and one trial a workload, then of every block.
-    shares = [(arm, 1, 1) for arm in setup.arms(setup.roles[0]).values()]
-    for role in setup.roles:
-        most = blocks(setup, role)
-        shares += [(arm, most * servers, most * places) for arm in setup.arms(role).values()]
-    for arm, started, turns in shares:
-        tokens = sum(w.requests // w.batch_size * w.output_len for w in setup.workloads)
-        passes = started * setup.warm_ups + turns * setup.passes
+    shares: list[tuple[Arm, Sequence[Workload], int, int]] = []
+    left: list[tuple[Role, Sequence[Workload], int]]
+    plans = [line for line in begun if isinstance(line, Session)]
+    if plans:
+        open_ = open_sessions(plans, findings(begun, detectable_too=False))
+        left = [(one.session.role, one.workloads, one.left) for one in open_]
+    else:
+        left = [(role, setup.workloads, blocks(setup, role)) for role in setup.roles]
+        # Of the rehearsal one launch per arm, and one trial per workload.
+        shares = [(a, setup.workloads, 1, 1) for a in setup.arms(setup.roles[0]).values()]
+    for role, workloads, most in left:
+        arms = setup.arms(role).values()
+        shares += [(arm, workloads, most * servers, most * places) for arm in arms]
+    for arm, workloads, started, slots in shares:
+        tokens = sum(w.requests // w.batch_size * w.output_len for w in workloads)
+        passes = started * setup.warm_ups + slots * setup.passes
         launched = 0 if arm.kind == "url" else started
-        measured = turns * len(setup.workloads)
+        measured = slots * len(workloads)
         launches += launched
         trials += measured
         seconds += launched * LAUNCH_S + measured * TRIAL_S + passes * tokens * TOKEN_S[arm.kind]
@@ -61,8 +77,7 @@ def forecast(setup: Setup) -> Forecast:
 
 def blocks(setup: Setup, role: Role) -> int:
     """The most valid blocks of a session: those of the case that may take the most."""
-    asked = SLOWED if role is Role.INJECTED else NAMES
-    allowed = [m.n_max_nightly or 0 for m in setup.margins if m.gates and m.metric in asked]
+    allowed = [m.n_max for m in setup.margins if has_metric(role, m)]
     return setup.blocks_at_most or max(allowed, default=0)
 
 

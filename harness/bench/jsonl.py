@@ -1,42 +1,33 @@
-"""Lines of a ``bench.jsonl``: written whole, read back as what they were."""
+"""Files of benchmark records, ``bench.jsonl``: one JSON object per line, each written whole."""
 
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypeVar
 
-from harness.bench.session_records import (
-    ArmFacts,
-    CasePlan,
-    Line,
-    Role,
-    Sample,
-    Session,
-    Trial,
-    Workload,
-)
-from harness.bench.stats.design import Design
-from harness.bench.stats.margin import Bounds
-from harness.bench.stats.stopping import Thresholds
-from harness.bench.stats.validity import Conditions
-from harness.core.record import Environment
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from harness.bench.session_records import Line, Session, Trial
 from harness.errors import UsageError, rejected
 
-FORMAT = 3
 PACKED = ".gz"
-"""Ending of records that were packed; they can be read, and not be added to."""
+"""Ending of packed records, which can be read and not be added to."""
+EXACT = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants")
+"""No unknown field, no conversion; infinities are written as JSON's usual extension has them."""
+LINE: TypeAdapter[Line] = TypeAdapter(
+    Annotated[Session | Trial, Field(discriminator="kind")], config=EXACT
+)
+MOST_SHOWN = 60
+RecordT = TypeVar("RecordT")
 
 
 def to_json(line: Line) -> str:
     """One line, without a newline."""
-    kind = type(line).__name__.lower()
-    return json.dumps({"format": FORMAT, "kind": kind} | asdict(line), separators=(",", ":"))
+    return LINE.dump_json(line).decode()
 
 
 def from_json(text: str) -> Line:
@@ -45,52 +36,23 @@ def from_json(text: str) -> Line:
     Raises:
         UsageError: the line is neither a session nor a trial of this format.
     """
+    return validated(LINE, text)
+
+
+def validated(adapter: TypeAdapter[RecordT], text: str) -> RecordT:
+    """The record that a line of JSON holds.
+
+    Raises:
+        UsageError: it holds none; names the first wrong field, ``format`` before any other.
+    """
     try:
-        data: dict[str, Any] = json.loads(text)
-        if (found := data.pop("format", None)) != FORMAT:
-            raise UsageError(rejected("bench record format", found, str(FORMAT)))
-        kind = data.pop("kind", None)
-        if kind == "session":
-            return _session(data)
-        if kind == "trial":
-            return _trial(data)
-        raise UsageError(rejected("bench record kind", kind, "session, trial"))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"not a bench record: {text[:80]!r} ({error})") from error
-
-
-def _session(data: dict[str, Any]) -> Session:
-    for arm in ("a", "b"):
-        facts = data[arm]
-        data[arm] = ArmFacts(**facts | {"command": tuple(facts["command"])})
-    cases = (CasePlan(**case | {"bounds": Bounds(**case["bounds"])}) for case in data["cases"])
-    return Session(
-        **data
-        | {
-            "role": Role(data["role"]),
-            "design": Design(data["design"]),
-            "thresholds": Thresholds(**data["thresholds"]),
-            "workloads": tuple(Workload(**workload) for workload in data["workloads"]),
-            "cases": tuple(cases),
-            "environment": Environment(**data["environment"]),
-        }
-    )
-
-
-def _trial(data: dict[str, Any]) -> Trial:
-    samples = (s | {"chunk_gaps_ms": tuple(s["chunk_gaps_ms"])} for s in data["samples"])
-    conditions: dict[str, Any] = {
-        name: tuple(fact) if isinstance(fact, list) else fact
-        for name, fact in data["conditions"].items()
-    }
-    return Trial(
-        **data
-        | {
-            "samples": tuple(Sample(**sample) for sample in samples),
-            "conditions": Conditions(**conditions),
-            "invalid": tuple(data["invalid"]),
-        }
-    )
+        return adapter.validate_json(text)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_context=False)
+        first = min(wrong, key=lambda one: one["loc"][-1:] != ("format",))
+        field = ".".join(map(str, first["loc"])) or "line"
+        accepted = first["msg"]
+        raise UsageError(rejected(field, str(first["input"])[:MOST_SHOWN], accepted)) from error
 
 
 def append(path: Path, line: Line) -> None:

@@ -1,4 +1,4 @@
-"""Requests against a server, timed by whoever waits for them."""
+"""Load generator: a closed loop of requests, timed by their clients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Prompt = Sequence[int]
 
 
 class Streaming(Protocol):
-    """What a pass needs of a client."""
+    """A client that streams tokens."""
 
     def stream(self, input_ids: Prompt, max_new_tokens: int) -> Iterator[StreamChunk]:
         """Chunks of a greedy continuation that ignores the end token."""
@@ -32,7 +32,7 @@ class WorkloadRun:
 
     Args:
         samples: of the requests that ended well, in the order of the prompts.
-        failures: one line each of the others.
+        failures: one line for each of the others.
         seconds: from the first request to the last answer.
     """
 

@@ -1,4 +1,4 @@
-"""What the machine did during a trial, sampled by a thread: company, clocks, heat, caps."""
+"""Conditions of the machine during a trial: other processes, clocks, temperature, power caps."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from harness.bench.nvml import GpuReading
 from harness.bench.stats.validity import Conditions, reasons
 
 PERIOD_S = 0.1
-LOOK_S = 1.0
+CHECK_S = 1.0
 NICENESS = -10
 
 
 class Gpu(Protocol):
-    """A GPU that can be asked; see ``harness.bench.nvml``."""
+    """A GPU that is sampled; see ``harness.bench.nvml``."""
 
     machine: str
     pcie_full: bool
 
     def read(self) -> GpuReading:
-        """What it does now."""
+        """Its state now."""
 
 
 @dataclass
 class MachineMonitor:
-    """Watches the host, and a GPU where there is one, while its context is open.
+    """Samples of the host, and of a GPU where there is one, while its context is open.
 
     Args:
         gpu: None on a machine without one.
@@ -103,11 +103,11 @@ class MachineMonitor:
         }
 
 
-def look(probe: MachineMonitor, seconds: float = LOOK_S) -> tuple[str, ...]:
+def problems_now(monitor: MachineMonitor, seconds: float = CHECK_S) -> tuple[str, ...]:
     """Why a block measured now would be dropped, before any server was started."""
-    with probe:
+    with monitor:
         time.sleep(seconds)
-    return reasons([Conditions(**probe.facts())])
+    return reasons([Conditions(**monitor.facts())])
 
 
 def _spent(process: psutil.Process) -> float:
@@ -119,7 +119,7 @@ def _spent(process: psutil.Process) -> float:
 
 
 def listeners(url: str) -> list[int]:
-    """Processes of this host that answer at a URL: an attached server's work is no load either."""
+    """Processes of this host that listen at a URL: an attached server's work is no load either."""
     port = urlsplit(url).port
     with contextlib.suppress(psutil.AccessDenied):
         sockets: list[Any] = psutil.net_connections(kind="tcp")
@@ -128,7 +128,7 @@ def listeners(url: str) -> list[int]:
     return []
 
 
-def rise() -> None:
+def raise_priority() -> None:
     """Raise this process's priority, and so that of what it starts, where that is allowed."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, NICENESS)

@@ -1,4 +1,4 @@
-"""One workload on one launch: warm up, then flush and measure, as often as asked."""
+"""A trial: one workload on one launch, warmed up once, then flushed and measured pass by pass."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from harness.errors import SpecgateError, brief
 from harness.server.client.flush import Flushed, flush
 from harness.server.client.sglang import Client
 
-MOST_SLEEP_S = 0.1
-"""A planted sleep behind a warm-up that was disturbed must not stall the night."""
+MOST_INJECTED_SLEEP_S = 0.1
+"""A sleep computed from a disturbed warm-up must not stall the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialSlot:
-    """Where a trial sits in the design: see ``Trial``."""
+    """Position of a trial in the design: see ``Trial``."""
 
     session: str
     block: int
@@ -37,31 +37,31 @@ class TrialSlot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NumberedTrials:
-    """Makes trials.
+class TrialMaker:
+    """Measures trials on servers.
 
     Args:
         prompts: of a workload.
-        warm_ups: of every workload on every server, before it is first measured there.
-        passes: of every trial; every pass is behind a flush of its own.
-        watch: a probe of this machine, for a server.
+        warm_ups: passes of every workload on every server, before it is first measured there.
+        passes: of every trial; each follows a flush of its own.
+        monitor: of this machine, for a server.
         connect, empty: client and flush of a URL.
-        check: raises ``ContractError`` where a server answers wrongly, asked before every warm-up;
-            None where nobody knows what is right.
+        check: raises ``ContractError`` where a server answers wrongly, called before every warm-up;
+            None where the right answers are unknown.
     """
 
     prompts: Callable[[Workload], Sequence[Prompt]]
     warm_ups: int
     passes: int
-    watch: Callable[[Server], MachineMonitor] = lambda _: MachineMonitor()
+    monitor: Callable[[Server], MachineMonitor] = lambda _: MachineMonitor()
     connect: Callable[[str], Client] = Client
     empty: Callable[[str], Flushed] = flush
     check: Callable[[Arm, Client, Workload], None] | None = None
     warm: dict[tuple[str, str], float] = field(default_factory=dict, repr=False)
-    """Milliseconds a step by (URL, workload), of what has been warmed up."""
+    """Milliseconds per step by (URL, workload), of those warmed up."""
 
     def run(self, slot: TrialSlot, arm: Arm, server: Server, workload: Workload) -> Trial:
-        """Measure; whatever the server does wrong makes the trial invalid and is its reason."""
+        """Measure a trial; an error of the server makes it invalid and is its reason."""
         started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
         measured = _Measured()
         try:
@@ -91,23 +91,23 @@ class NumberedTrials:
             self.warm[where] = metrics(passes[1:] or passes).get("step_time", 0.0)
         with (
             self._slowed(measured, arm, server, self.warm[where]),
-            self.watch(server) as probe,
+            self.monitor(server) as monitor,
         ):
             for _ in range(self.passes):
                 measured.flushes.append(self.empty(server.url))
                 measured.passes.append(send())
-        measured.machine = probe.facts()
+        measured.machine = monitor.facts()
         measured.correct = True if self.check else None
 
     @contextmanager
     def _slowed(
         self, measured: _Measured, arm: Arm, server: Server, step_ms: float
     ) -> Iterator[None]:
-        """Plant the arm's slowdown in a server that does not slow itself, and take it out again."""
+        """Inject the arm's slowdown into a server that does not slow itself, for this context."""
         if not arm.slowdown or arm.slows_itself:
             yield
             return
-        measured.sleep_s = min(arm.slowdown * step_ms / 1e3, MOST_SLEEP_S)
+        measured.sleep_s = min(arm.slowdown * step_ms / 1e3, MOST_INJECTED_SLEEP_S)
         client = self.connect(server.url)
         client.slow_down(measured.sleep_s)
         try:
@@ -128,7 +128,7 @@ class _Measured:
     correct: bool | None = None
 
     def fields(self, workload: Workload) -> dict[str, Any]:
-        """Of ``Trial``, as far as measuring gives them."""
+        """Those of ``Trial`` that are measured."""
         samples = tuple(sample for one in self.passes for sample in one.samples)
         failures = tuple(line for one in self.passes for line in one.failures)
         cached = sum(sample.cached_tokens for sample in samples)
@@ -137,7 +137,7 @@ class _Measured:
             failed=len(failures),
             output_tokens=sum(sample.completion_tokens for sample in samples),
             cached_tokens=cached,
-            # The pass behind a flush is its proof: the same prompts were cached before it.
+            # The pass after a flush is its proof: the same prompts were cached before it.
             flushed=bool(self.flushes) and not cached,
             correct=self.correct,
         )
@@ -145,7 +145,6 @@ class _Measured:
             "metrics": {} if self.wrong else metrics(self.passes),
             "samples": samples,
             "conditions": conditions,
-            "mhz": conditions.mhz,
             "flush_tries": sum(flushed.tries for flushed in self.flushes),
             "flush_seconds": sum(flushed.seconds for flushed in self.flushes),
             "invalid": (*self.wrong, *failures[:3]),
@@ -155,7 +154,7 @@ class _Measured:
 
 
 def _counts(workload: Workload, samples: Sequence[Sample]) -> dict[str, int]:
-    """What one request at a time makes exact; beside others, batches differ by who came when."""
+    """Counts that are exact with one request at a time; of several, batches depend on arrivals."""
     if workload.batch_size > 1:
         return {}
     return {

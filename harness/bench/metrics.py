@@ -1,4 +1,4 @@
-"""A trial's passes to one number a metric."""
+"""Metrics of a trial: one number per metric, from its passes."""
 
 from __future__ import annotations
 
@@ -16,26 +16,13 @@ def decode_ms(sample: Sample) -> float:
 
 
 def tpot_ms(sample: Sample) -> float:
-    """Time per output token behind the first."""
+    """Time per output token after the first."""
     return decode_ms(sample) / (sample.completion_tokens - 1)
 
 
 def percentile_99(values: Sequence[float]) -> float:
     """The smallest value that 99 % of all do not exceed."""
     return sorted(values)[math.ceil(0.99 * len(values)) - 1]
-
-
-NAMES = (
-    "ttft",
-    "tpot",
-    "output_throughput",
-    "ttft_p99",
-    "tpot_p99",
-    "itl",
-    "step_time",
-    "accept_length",
-)
-"""Of everything that a trial may measure."""
 
 
 def metrics(passes: Sequence[WorkloadRun]) -> dict[str, float]:

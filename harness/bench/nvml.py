@@ -1,4 +1,4 @@
-"""NVML: what one GPU does now."""
+"""State of one GPU, read through NVML."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ THROTTLES = {
     "power brake": pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
     "software thermal": pynvml.nvmlClocksEventReasonSwThermalSlowdown,
 }
-"""Reasons of a lower clock that are never forgiven."""
+"""Reasons of a lower clock that are never accepted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuReading:
-    """One look at a GPU.
+    """State of a GPU at one moment.
 
     Args:
         mhz: SM clock.
@@ -58,7 +58,7 @@ class Nvml:
         self.pcie_full = width == _asked(pynvml.nvmlDeviceGetMaxPcieLinkWidth, self._handle)
 
     def read(self) -> GpuReading:
-        """What it does now."""
+        """Its state now."""
         handle = self._handle
         reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
         return GpuReading(

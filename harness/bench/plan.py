@@ -1,4 +1,4 @@
-"""What is fixed before the first block: sessions, margins at the levels of a rehearsal, coins."""
+"""The plan of a benchmark: sessions, and margins at the levels of the rehearsal."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from harness.bench.analysis import NOISY, SLOWED, Finding
+from harness.bench.analysis import LEAST_AA_BLOCKS, SLOWED, Finding
 from harness.bench.arms import MOST_SLOWDOWN, Arm
 from harness.bench.session_records import CasePlan, Role, Session, Workload
 from harness.bench.stats.design import Design
 from harness.bench.stats.e_process import DEFAULT_SCALE
 from harness.bench.stats.estimates import spread
 from harness.bench.stats.margin import Margin
-from harness.bench.stats.multiple_testing import control, nightly
+from harness.bench.stats.multiple_testing import control_thresholds, family_thresholds
 from harness.core.record import Environment
 from harness.errors import UsageError, rejected
 
 Levels = Mapping[tuple[str, str], float]
 """A number by (workload, metric)."""
 SLOWDOWN = 0.05
-"""Of the planted control."""
+"""Of the injected control."""
 WARM_UPS = 2
-PASSES = 3
+PASSES_PER_TRIAL = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is asked for.
+    """The options of a benchmark.
 
     Args:
         a, b: the arms.
-        workloads: in the order that every trial runs them.
+        workloads: in the order of measurement.
         margins: rows of every metric.
         roles: the sessions.
-        seed, design: of the coins; every session tosses its own.
-        warm_ups, passes: see ``Trials``.
-        blocks_at_most: of every case, None for what its margin says.
-        slowdown: of the planted control.
+        seed, design: of the randomised orders; every session draws its own.
+        warm_ups, passes: see ``TrialMaker``.
+        blocks_at_most: of every case, None for the maximum of its margin.
+        slowdown: of the injected control.
         scales: of A/A effects by (workload, metric), from an earlier run on this machine.
     """
 
@@ -50,7 +50,7 @@ class Setup:
     seed: str
     design: Design
     warm_ups: int = WARM_UPS
-    passes: int = PASSES
+    passes: int = PASSES_PER_TRIAL
     blocks_at_most: int | None = None
     slowdown: float = SLOWDOWN
     scales: Levels = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Setup:
             raise UsageError(rejected("blocks_at_most", self.blocks_at_most, "1 or more"))
         if not 0.0 < self.slowdown <= MOST_SLOWDOWN:
             accepted = f"above 0, at most {MOST_SLOWDOWN:g}, 0.05 is 5 %"
-            raise UsageError(rejected("planted", self.slowdown, accepted))
+            raise UsageError(rejected("injected", self.slowdown, accepted))
 
     @property
     def workload_ids(self) -> tuple[str, ...]:
@@ -80,28 +80,28 @@ class Setup:
         other = {
             Role.CANDIDATE: self.b,
             Role.SAME: self.a,
-            Role.INJECTED: self.a.planted(self.slowdown),
+            Role.INJECTED: self.a.slowed(self.slowdown),
         }
         return {"A": self.a, "B": other[role]}
 
 
 def sessions(setup: Setup, levels: Levels, environment: Environment) -> list[Session]:
-    """The plan of every session that is asked for.
+    """The plan of every session.
 
     Args:
-        setup: what is asked for.
-        levels: of the reference arm; what is missing was not measured on both arms, and is not
-            ruled on.
+        setup: the options.
+        levels: of the reference arm; a missing metric was not measured on both arms, and gets no
+            verdict.
         environment: the machine.
 
     Raises:
-        UsageError: nothing that is measured is ruled on.
+        UsageError: no measured metric has a margin.
     """
     gated = [
         (workload, margin)
         for workload in setup.workloads
         for margin in setup.margins
-        if margin.gates and margin.n_max_nightly and (workload.id, margin.metric) in levels
+        if (workload.id, margin.metric) in levels
     ]
     if not gated:
         raise UsageError(rejected("measured metrics", sorted(levels), "one of the margins table"))
@@ -112,8 +112,8 @@ def sessions(setup: Setup, levels: Levels, environment: Environment) -> list[Ses
             id=role.value,
             role=role,
             **fixed[role],
-            thresholds=(control if role is Role.SAME else nightly)(len(gated)),
-            cases=tuple(_case(setup, *row, levels) for row in gated if _asked(role, row[1])),
+            thresholds=(control_thresholds if role is Role.SAME else family_thresholds)(len(gated)),
+            cases=tuple(_case(setup, *row, levels) for row in gated if has_metric(role, row[1])),
             started=started,
             environment=environment,
         )
@@ -122,7 +122,7 @@ def sessions(setup: Setup, levels: Levels, environment: Environment) -> list[Ses
 
 
 def _fixed(setup: Setup) -> dict[Role, dict[str, Any]]:
-    """Fields of every session that the setup alone decides; an arm is asked for its facts once."""
+    """Fields of every session that follow from the setup; facts of an arm are looked up once."""
     arms = {role: setup.arms(role) for role in setup.roles}
     facts = {arm.spec: arm.facts() for sides in arms.values() for arm in sides.values()}
     return {
@@ -139,13 +139,13 @@ def _fixed(setup: Setup) -> dict[Role, dict[str, Any]]:
     }
 
 
-def _asked(role: Role, margin: Margin) -> bool:
-    """A planted slowdown is asked for where it must show, and nowhere else."""
+def has_metric(role: Role, margin: Margin) -> bool:
+    """Whether a session has the metric: the injected slowdown is judged where it must show."""
     return role is not Role.INJECTED or margin.metric in SLOWED
 
 
 def _case(setup: Setup, workload: Workload, margin: Margin, levels: Levels) -> CasePlan:
-    most = setup.blocks_at_most or margin.n_max_nightly
+    most = setup.blocks_at_most or margin.n_max
     return CasePlan(
         workload=workload.id,
         metric=margin.metric,
@@ -157,16 +157,16 @@ def _case(setup: Setup, workload: Workload, margin: Margin, levels: Levels) -> C
 
 
 def scales(found: Sequence[Finding]) -> dict[tuple[str, str], float]:
-    """Scales of A/A effects, where an earlier run saw enough of them."""
+    """Scales of A/A effects, where an earlier run has enough of them."""
     return {
         (f.workload.id, f.metric): spread(f.effects)
         for f in found
-        if f.role is Role.SAME and len(f.effects) >= NOISY
+        if f.role is Role.SAME and len(f.effects) >= LEAST_AA_BLOCKS
     }
 
 
 def check_resumed(found: Sequence[Session], setup: Setup) -> None:
-    """Refuse to go on with another plan than the one that was begun.
+    """Refuse to resume a plan with other options.
 
     Levels, and so margins, stay those of the plan: they were known before its first block.
 

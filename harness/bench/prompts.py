@@ -1,4 +1,4 @@
-"""Prompts of a workload: slices of a text that follow from its id."""
+"""Prompts of a workload: slices of a text, drawn from the workload's id."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness.errors import UsageError, rejected
 
 
 def prompts(workload: Workload, text: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """One prompt a request, the same whenever and wherever they are made.
+    """One prompt per request, the same on every machine.
 
     No two begin with the same token: not even a prefix cache with pages of one token finds anything
     of one prompt in another, so that a cached token always means a cache that was not flushed.
@@ -26,7 +26,7 @@ def prompts(workload: Workload, text: Sequence[int]) -> tuple[tuple[int, ...], .
     starts = len(text) - workload.input_len + 1
     firsts = sorted(set(text))
     if starts < 1 or len(firsts) < workload.requests:
-        accepted = f"at most {len(text)} tokens a prompt and {len(firsts)} requests"
+        accepted = f"at most {len(text)} tokens per prompt and {len(firsts)} requests"
         raise UsageError(rejected(f"workload {workload.id}", workload, accepted))
     seed = hashlib.sha256(workload.id.encode()).digest()
     drawn = random.Random(seed)

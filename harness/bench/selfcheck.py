@@ -1,11 +1,11 @@
-"""``python -m harness.bench.selfcheck``: is A/A left alone, is a planted slowdown always found?
+"""``python -m harness.bench.selfcheck``: false alarms of A/A, detection of an injected slowdown.
 
 Each run is a benchmark of its own, by the command a user types: an A/A session and one whose arm B
-sleeps 5 % of every step's time. Both arms are one embedded server, launched once a run and switched
-by ``/slow_down`` trial by trial: a small shared machine is fast or slow for seconds by more
-than what is planted, launches of one command differ by several percent, and forty sessions of
-launches would take hours. So this checks the whole way from a request to a verdict, and nothing
-about the luck of a launch. A run that ended is not repeated: what was interrupted goes on.
+sleeps 5 % of every step's time. Both arms are one embedded server, launched once per run and
+switched by ``/slow_down`` trial by trial: a small shared machine is fast or slow for seconds by
+more than the injected slowdown, launches of one command differ by several percent, and forty
+sessions of launches would take hours. So this checks everything from a request to a verdict, but
+not the differences between launches. A run that ended is not repeated; an interrupted one is.
 """
 
 from __future__ import annotations
@@ -30,65 +30,77 @@ from harness.server.launch.process import embedded, launch
 
 WORKLOAD = "smoke-bs2-in32-out32"
 FLAGGED = (BenchVerdict.REGRESSED, BenchVerdict.IMPROVED)
+GRACE_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelfCheckOutcome:
-    """What one run showed.
+    """The verdicts of one run.
 
     Args:
-        same: rulings of the A/A session by metric.
-        planted: of the planted session.
-        blocks: the most that a case of either took.
+        same: of the A/A session, by metric.
+        injected: of the session with the injected slowdown, by metric.
+        blocks: most blocks of a case of either.
         seconds: of all trials.
     """
 
     same: dict[str, BenchVerdict]
-    planted: dict[str, BenchVerdict]
+    injected: dict[str, BenchVerdict]
     blocks: int
     seconds: float
 
     @property
     def left_alone(self) -> bool:
-        """Whether A/A was measured and neither blamed nor praised."""
+        """Whether A/A was measured and is neither REGRESSED nor IMPROVED."""
         return bool(self.same) and not {*self.same.values()} & {*FLAGGED, BenchVerdict.INVALID}
 
     @property
     def found(self) -> bool:
-        """Whether the slowdown was blamed."""
-        return BenchVerdict.REGRESSED in self.planted.values()
+        """Whether the slowdown is REGRESSED."""
+        return BenchVerdict.REGRESSED in self.injected.values()
 
 
 def outcome(found: Sequence[Finding], seconds: float) -> SelfCheckOutcome:
-    """Sum up a run's findings."""
+    """The outcome of a run's findings."""
     by_role = {
         role: {f.metric: f.verdict for f in found if f.role is role}
         for role in (Role.SAME, Role.INJECTED)
     }
     return SelfCheckOutcome(
         same=by_role[Role.SAME],
-        planted=by_role[Role.INJECTED],
+        injected=by_role[Role.INJECTED],
         blocks=max((f.evidence.blocks for f in found), default=0),
         seconds=seconds,
     )
 
 
 def run(number: int, options: argparse.Namespace) -> SelfCheckOutcome:
-    """One benchmark on one launch, or what an earlier attempt has of it."""
+    """One benchmark on one launch, or the records of an earlier one that ended."""
     done = options.out.absolute() / f"run-{number}.jsonl"
     if done.exists():
         return _outcome_of(done)
     out = done.with_suffix(".part")
     out.unlink(missing_ok=True)
     with launch(embedded(options.pair), out.with_suffix(".log")) as server:
-        words = ("--a", f"url:{server.url}", "--sessions", "A/A,planted", "--out", str(out))
+        words = ("--a", f"url:{server.url}", "--sessions", "A/A,injected", "--out", str(out))
         how = ("--design", "thue_morse", "--workloads", WORKLOAD, "--seed", f"selfcheck-{number}")
-        more = ("--passes", str(options.passes), "--planted", str(options.planted))
+        more = ("--passes", str(options.passes), "--injected", str(options.injected))
         most = ("--blocks-at-most", str(options.blocks_at_most), "--warm-ups", "10")
         command = [sys.executable, "-m", "harness", "bench", *words, *how, *more, *most]
-        # Its exit code tells of a night without a candidate, which is never believed.
-        subprocess.run(command, cwd=ROOT, check=False)
+        run_guarded(command)
     return _outcome_of(out.rename(done))
+
+
+def run_guarded(command: Sequence[str]) -> None:
+    """Run a command, which ends with this process however that ends.
+
+    The exit code is of no use: a run without a candidate is always red.
+    """
+    guard = [sys.executable, "-m", "harness.server.launch.guard", str(GRACE_S), *command]
+    with subprocess.Popen(
+        guard, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True
+    ) as running:
+        running.wait()
 
 
 def _outcome_of(records: Path) -> SelfCheckOutcome:
@@ -98,10 +110,12 @@ def _outcome_of(records: Path) -> SelfCheckOutcome:
 
 
 def table(outcomes: Sequence[SelfCheckOutcome]) -> Table:
-    """One row a run, and the sums."""
-    made = Table("run", "A/A", "planted", "blocks", "seconds", box=None, pad_edge=False)
+    """One row per run, and the sums."""
+    made = Table("run", "A/A", "injected", "blocks", "seconds", box=None, pad_edge=False)
     for number, one in enumerate(outcomes):
-        cells = (", ".join(f"{m} {r}" for m, r in side.items()) for side in (one.same, one.planted))
+        cells = (
+            ", ".join(f"{m} {r}" for m, r in side.items()) for side in (one.same, one.injected)
+        )
         made.add_row(str(number), *cells, str(one.blocks), f"{one.seconds:.0f}")
     alone, found = (sum(o.left_alone for o in outcomes), sum(o.found for o in outcomes))
     total = sum(one.seconds for one in outcomes)
@@ -113,12 +127,12 @@ def table(outcomes: Sequence[SelfCheckOutcome]) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 if every A/A session was left alone and every planted slowdown found, else 1."""
+    """0 if every A/A session was left alone and every injected slowdown found, else 1."""
     parser = CommandLine(prog="python -m harness.bench.selfcheck", description=__doc__)
     parser.add_argument("--runs", type=count, default=20, metavar="N", help="of both sessions")
     parser.add_argument("--pair", default="gqa", help="of the embedded server")
     parser.add_argument(
-        "--planted", type=above_zero, default=0.05, metavar="PART", help="slowdown; 0.05 is 5 %%"
+        "--injected", type=above_zero, default=0.05, metavar="PART", help="slowdown; 0.05 is 5 %%"
     )
     parser.add_argument("--passes", type=count, default=1, metavar="N", help="of every trial")
     parser.add_argument("--blocks-at-most", type=count, default=32, metavar="N", help="of a case")

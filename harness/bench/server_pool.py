@@ -1,4 +1,4 @@
-"""Servers as a benchmark sees them, waited for and stopped side by side."""
+"""Servers of a benchmark: waited for and stopped side by side."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from itertools import chain
 from typing import Protocol
 
 STRAGGLER, GRACE_S = 2.5, 5.0
-"""How much longer than the first of an arm's servers the others may take to be well."""
+"""How much longer than the first server of an arm the others may take to be ready."""
 
 
 class Server(Protocol):
-    """What is measured: started, ready, stopped."""
+    """A server that is measured: started, ready, stopped."""
 
     patience_s: float
-    """From its start until it must be well."""
+    """From its start until it must be ready."""
 
     @property
     def url(self) -> str:
@@ -28,20 +28,20 @@ class Server(Protocol):
         """Of its first process, None of one that was not started here."""
 
     def wait_ready(self) -> float:
-        """Seconds until it was well."""
+        """Seconds until it was ready."""
 
     def stop(self) -> None:
         """End it."""
 
 
 Started = defaultdict[str, list[Server]]
-"""Servers by what they were started by."""
+"""Servers by the arm that started them."""
 
 
 def wait_together(started: Started) -> None:
-    """Wait until all are well or given up: a hung one must not cost a wave its own long deadline.
+    """Wait until every server is ready or given up: one that hangs must not cost its long deadline.
 
-    Who is given up says so in its trials, and to whoever waits for it again.
+    A server that is given up raises again in ``wait_ready``, so that its trials are invalid.
     """
     with _side_by_side(started) as threads:
         try:
@@ -66,7 +66,7 @@ def _lower_patience(servers: Sequence[Server], patience_s: float) -> None:
 
 @contextmanager
 def stopped_together() -> Iterator[Started]:
-    """Servers that are put into it are stopped in the end, side by side."""
+    """A collection whose servers are stopped side by side in the end."""
     started: Started = defaultdict(list)
     try:
         yield started

@@ -1,8 +1,11 @@
-"""A benchmark from its setup to its findings: rehearse, plan or resume, measure."""
+"""A run of a benchmark: rehearsal, plan or resumption, measurement."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,14 +26,14 @@ from harness.errors import ContractError, UsageError, rejected
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRun:
-    """How a setup is carried out.
+    """A setup with its files and its console.
 
     Args:
-        setup: what is asked for.
+        setup: the options.
         out: file of the records; logs of servers go to a folder beside it.
         measure: makes a trial.
-        environment: tells the machine.
-        console: where progress is shown.
+        environment: facts of the machine.
+        console: that shows the progress.
         resume: go on with the plan that ``out`` holds.
         seconds, side_by_side: see ``BlockRunner``.
     """
@@ -45,30 +48,49 @@ class BenchRun:
     side_by_side: int = SIDE_BY_SIDE
 
     def run(self) -> list[Finding]:
-        """Measure until everything is decided or the time is up.
+        """Measure until every case is decided or the time is up.
 
         Raises:
-            UsageError: ``out`` holds records that are not resumed, or another plan.
+            UsageError: ``out`` holds records that are not resumed, or another plan, or another run
+                writes to it.
             ContractError: an arm did not even pass its rehearsal.
         """
         logs = self._folder_of_logs()
-        lines = self._begin(logs)
-        plans = [line for line in lines if isinstance(line, Session)]
-        with ConsoleView(plans, self.console) as screen:
-            return BlockRunner(
-                sessions=plans,
-                arms={role: self.setup.arms(role) for role in self.setup.roles},
-                out=self.out,
-                logs=logs,
-                measure=self.measure,
-                watch=screen,
-                lines=lines,
-                seconds=self.seconds,
-                side_by_side=self.side_by_side,
-            ).run()
+        with self._locked(logs):
+            lines = self._begin(logs)
+            plans = [line for line in lines if isinstance(line, Session)]
+            with ConsoleView(plans, self.console) as view:
+                return BlockRunner(
+                    sessions=plans,
+                    arms={role: self.setup.arms(role) for role in self.setup.roles},
+                    out=self.out,
+                    logs=logs,
+                    measure=self.measure,
+                    observer=view,
+                    lines=lines,
+                    seconds=self.seconds,
+                    side_by_side=self.side_by_side,
+                ).run()
+
+    @contextmanager
+    def _locked(self, logs: Path) -> Iterator[None]:
+        """Hold the folder of logs, which is there before the records are.
+
+        Raises:
+            UsageError: another run holds it.
+        """
+        folder = os.open(logs, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        except BlockingIOError as error:
+            accepted = "a file that no other run writes to"
+            raise UsageError(rejected("out", str(self.out), accepted)) from error
+        finally:
+            os.close(folder)
 
     def _folder_of_logs(self) -> Path:
-        """Make it; whether anything can be written is known before a server starts.
+        """The folder of the servers' logs, made; checked before a server starts.
 
         Raises:
             UsageError: ``out`` cannot be written, or holds records that are not resumed.
@@ -94,14 +116,14 @@ class BenchRun:
             if plans := [line for line in lines if isinstance(line, Session)]:
                 check_resumed(plans, self.setup)
                 return lines
-        self.console.print("rehearsing both arms: caches are filled, levels are measured")
+        self.console.print("rehearsal of both arms: caches are filled, levels are measured")
         planned = sessions(self.setup, self._rehearse(logs), self.environment())
         for session in planned:
             append(self.out, session)
         return list(planned)
 
     def _rehearse(self, logs: Path) -> Levels:
-        """Levels of arm A, of what both arms have; caches on the disk are warm afterwards.
+        """Levels of arm A, of the metrics that both arms have; caches on disk are warm afterwards.
 
         Raises:
             ContractError: a trial of it was invalid.

@@ -1,13 +1,14 @@
-"""What a benchmark records: a session's plan, then every trial; the rest is derived.
+"""Records of a benchmark: the plan of every session, then every trial; the rest is derived.
 
 A session compares two arms on some cases. Its plan is written before its first trial and never
-changes: the coin's seed, the margins and the thresholds are fixed before anything is measured.
+changes: the seed of the orders, the margins and the thresholds are fixed before the first trial.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 from harness.bench.stats.design import Design
 from harness.bench.stats.margin import Bounds, Margin
@@ -17,26 +18,26 @@ from harness.core.record import Environment
 
 
 class Role(StrEnum):
-    """Why a session is measured."""
+    """The purpose of a session."""
 
     CANDIDATE = "candidate"
-    """Arm B is what is asked about."""
+    """Arm B is the candidate."""
     SAME = "A/A"
     """Arm B is arm A again: it must be neither REGRESSED nor IMPROVED."""
-    INJECTED = "planted"
+    INJECTED = "injected"
     """Arm B is arm A with a known slowdown: it must be REGRESSED."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is asked of a server.
+    """The requests of one pass.
 
     Args:
         id: such as "bs8-in512-out64".
         batch_size: requests in flight at a time.
-        input_len, output_len: tokens a request.
-        requests: how many a pass; a multiple of batch_size. One pass of batch_size requests sent
-            together is a one-batch workload; more make a closed loop.
+        input_len, output_len: tokens per request.
+        requests: per pass; a multiple of batch_size. batch_size requests sent together are a
+            one-batch workload; more make a closed loop.
     """
 
     id: str
@@ -63,14 +64,14 @@ class ArmFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class CasePlan:
-    """What is fixed about one metric of one workload.
+    """The plan of one metric of one workload.
 
     Args:
         workload: its id.
         metric: name of a row of the margins table.
-        bounds: log margins and the most valid blocks, from the calibration or the warm-up.
+        bounds: log margins and the most valid blocks, from the rehearsal.
         calibrated: scale of A/A effects, log units.
-        unit, higher_is_better: of the metric, as its row says.
+        unit, higher_is_better: of the metric, from its row.
     """
 
     workload: str
@@ -82,7 +83,7 @@ class CasePlan:
 
     @property
     def margin(self) -> Margin:
-        """The row as far as judging needs it: name, unit and direction."""
+        """Name, unit and direction of the metric."""
         return Margin(metric=self.metric, unit=self.unit, higher_is_better=self.higher_is_better)
 
 
@@ -92,15 +93,16 @@ class Session:
 
     Args:
         id: unique in a file, such as "candidate".
-        role: why it is measured.
+        role: its purpose.
         a, b: the arms; A is the reference.
-        seed, design: of the coin.
+        seed, design: of the randomised orders.
         thresholds: of the family.
-        workloads: in the order every trial runs them.
-        warm_ups, passes: see ``Trials``.
-        cases: what is ruled on.
+        workloads: in the order of measurement.
+        warm_ups, passes: see ``TrialMaker``.
+        cases: the metrics of each workload that get a verdict.
         started: ISO 8601, UTC.
         environment: the machine.
+        kind, format: of the line that records it.
     """
 
     id: str
@@ -116,6 +118,8 @@ class Session:
     cases: tuple[CasePlan, ...]
     started: str
     environment: Environment
+    kind: Literal["session"] = "session"
+    format: Literal[3] = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +127,9 @@ class Sample:
     """One request, timed by its client.
 
     Args:
-        ttft_ms: send to first chunk.
-        latency_ms: send to last chunk.
-        chunk_gaps_ms: between chunks; a chunk carries what one step accepted.
+        ttft_ms: from sending to the first chunk.
+        latency_ms: from sending to the last chunk.
+        chunk_gaps_ms: between chunks; a chunk holds the tokens that one step accepted.
         completion_tokens, spec_verify_ct, cached_tokens: from ``meta_info``; verify count 0
             without speculation.
     """
@@ -143,19 +147,19 @@ class Trial:
     """One workload on one launch of one arm.
 
     Args:
-        session, block, place, arm: where in the design: block from 0, place from 0 in the block's
-            order, arm "A" or "B".
+        session, block, place, arm: position in the design: block from 0, place from 0 in the
+            block's order, arm "A" or "B".
         workload: its id.
         metrics: one number each, in the unit of its margin; empty where the trial failed.
         samples: every measured request.
-        conditions: what the machine did meanwhile.
-        mhz: median SM clock, None without a GPU.
-        flush_tries, flush_seconds: of the flush before the measured pass.
-        invalid: what alone makes it unbelievable, such as a failed request.
+        conditions: of the machine and the server during the trial.
+        flush_tries, flush_seconds: of the flushes before the measured passes.
+        invalid: reasons that alone make the trial invalid, such as a failed request.
         started: ISO 8601, UTC.
         seconds: from launch to the last answer.
         counts: of the measured passes, where the server reports any; they have no noise.
-        slept_s: planted before every forward of a server that does not slow itself.
+        slept_s: injected before every forward of a server that does not slow itself.
+        kind, format: of the line that records it.
     """
 
     session: str
@@ -166,7 +170,6 @@ class Trial:
     metrics: dict[str, float]
     samples: tuple[Sample, ...]
     conditions: Conditions
-    mhz: float | None
     flush_tries: int
     flush_seconds: float
     invalid: tuple[str, ...]
@@ -174,6 +177,8 @@ class Trial:
     seconds: float
     counts: dict[str, int] = field(default_factory=dict)
     slept_s: float = 0.0
+    kind: Literal["trial"] = "trial"
+    format: Literal[3] = 3
 
 
 Line = Session | Trial

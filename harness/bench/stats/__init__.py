@@ -1,1 +1,1 @@
-"""Paired blocks of measurements to a ruling with a stated error rate; no torch."""
+"""Sequential statistics of paired blocks, with stated error rates; no torch."""

@@ -1,4 +1,4 @@
-"""What a benchmark may say about one metric of one case."""
+"""The verdicts of a benchmark on one metric of one workload."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class BenchVerdict(StrEnum):
-    """The five answers; none of them is "passed because a retry passed"."""
+    """The five verdicts; none of them is "passed because a retry passed"."""
 
     REGRESSED = "regressed"
     """The evidence against "at most delta0 slower" reached its threshold."""

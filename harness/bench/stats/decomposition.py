@@ -1,4 +1,4 @@
-"""Which half of TPOT moved: ln TPOT = ln step time - ln accept length."""
+"""Decomposition of an effect on TPOT: ln TPOT = ln step time - ln accept length."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Decomposition:
 
 
 def decompose(tpot: Evidence, step: Evidence, accept: Evidence) -> Decomposition:
-    """Split the effect on TPOT, and name the half whose own ruling says that it moved."""
+    """Split the effect on TPOT, and name the half whose own verdict says that it moved."""
     through_step, through_accept = math.log(step.ratio), -math.log(accept.ratio)
     halves = (("the step time (kernels)", step), ("the accept length (drafts)", accept))
     moved = [f"{half} {found.verdict}" for half, found in halves if found.verdict in MOVED]

@@ -1,4 +1,4 @@
-"""Paired blocks: two arms next to each other, in an order drawn by a recorded coin."""
+"""Randomised paired blocks: two arms next to each other, in an order drawn from a recorded seed."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from harness.errors import ContractError, UsageError, rejected
 
 
 class Design(StrEnum):
-    """Orders that the coin chooses between: tails and heads."""
+    """The two orders of a block's trials, of which one is drawn for each block."""
 
     PAIRS = "AB/BA"
-    """One run an arm: half the launches."""
+    """One trial per arm: half the launches."""
     QUADS = "ABBA/BAAB"
-    """Two runs an arm, which a linear drift cannot tell apart."""
+    """Two trials per arm: a linear drift adds the same to both arms."""
     THUE_MORSE = "ABBABAABBAABABBABAABABBAABBABAAB/BAABABBAABBABAABABBABAABBAABABBA"
-    """Sixteen short runs an arm on one launch: a machine that is fast and slow for seconds, and
-    drifts up to the fourth degree, meet both arms alike."""
+    """Sixteen short trials per arm on one launch: a machine that is fast and slow for seconds, and
+    drifts up to the fourth degree, affect both arms alike."""
 
     @property
     def orders(self) -> tuple[str, str]:
         """The two orders; each is the other with the arms swapped."""
-        tails, heads = self.value.split("/")
-        return tails, heads
+        first, second = self.value.split("/")
+        return first, second
 
     @property
     def launches(self) -> int:
-        """Servers of a block: one an arm, or one a run where runs are to share no launch's luck."""
+        """Servers of a block: one per arm, or one per trial where no two share a launch."""
         return 2 if self is Design.THUE_MORSE else len(self.orders[0])
 
 
 def draw_order(seed: str, index: int, design: Design) -> str:
-    """The order of block ``index`` (from 0), recomputable from the seed by whoever doubts it."""
+    """The randomised order of block ``index`` (from 0); anybody can recompute it from the seed."""
     digest = hashlib.sha256(f"{seed}:{index}".encode()).digest()
     return design.orders[digest[0] & 1]
 
@@ -47,8 +47,8 @@ class Block:
 
     Args:
         index: its place in the session, from 0; invalid blocks keep theirs.
-        order: such as ``BAAB``, one letter a trial.
-        values: one number a trial, in run order and in the metric's unit.
+        order: such as ``BAAB``, one letter per trial.
+        values: one number per trial, in run order and in the metric's unit.
         mhz: median SM clock during each trial, where there is one.
         invalid: why its measurement cannot be believed; empty otherwise.
     """
@@ -97,16 +97,16 @@ class Block:
 
 
 def check_session(blocks: Sequence[Block], seed: str, design: Design) -> None:
-    """Hold the blocks to their coin: none missing, none reordered.
+    """Check that the blocks are those of the seed: none missing, none reordered.
 
     Raises:
-        ContractError: a block is missing, or its order is not the coin's. With a fixed order a
+        ContractError: a block is missing, or its order is not the drawn one. With a fixed order a
             drift looks like an effect (false alarms of 36 to 96 % instead of 1 %); a block left out
-            for its answer is worse.
+            for its result is worse.
     """
     for place, block in enumerate(blocks):
         if block.index != place:
             raise ContractError(rejected("block index", block.index, f"{place}, none left out"))
         drawn = draw_order(seed, place, design)
         if block.order != drawn:
-            raise ContractError(rejected(f"block {place} order", block.order, f"{drawn}, the coin"))
+            raise ContractError(rejected(f"block {place} order", block.order, f"{drawn}, as drawn"))

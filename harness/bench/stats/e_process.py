@@ -1,13 +1,14 @@
-"""The test martingale: what a gambler owns who bets on the sign of each block's effect.
+"""The e-process: the wealth of bets on the sign of each block's effect, a test martingale.
 
-Within a block the coin swaps the arms, so that ``d - theta`` is as likely ``w`` as ``-w`` whatever
-the machine did: no assumption on noise, drift or tails. Against "theta <= m" he multiplies his
-money by ``1 + STAKE * tanh(rate * (d - m))``, whose mean is at most 1 then, with a rate known
-before the block. By Ville's inequality he ever owns 100 with probability at most 1 %, so one may
-look after every block. n blocks show at most (1 + STAKE) ** n: 5 for 20, 8 for 100, 9 for 200.
+Within a block the randomised order swaps the arms, so that ``d - theta`` is as likely ``w`` as
+``-w`` whatever the machine did: no assumption on noise, drift or tails. Against "theta <= m" each
+block multiplies the wealth by ``1 + STAKE * tanh(rate * (d - m))``, whose mean is at most 1 then,
+with a rate known before the block. By Ville's inequality the wealth ever reaches 100 with
+probability at most 1 %, so one may look after every block. n blocks show at most
+(1 + STAKE) ** n: 5 for 20, 8 for 100, 9 for 200.
 
-With a stake of 1 the factor is ``2 / (1 + exp(-2 rate (d - m)))``; one spike then takes everything,
-and a 3 % slowdown is found in 78 instead of 91 % of the simulated sessions with spikes.
+With a stake of 1 the factor is ``2 / (1 + exp(-2 rate (d - m)))``; one spike then takes the whole
+wealth, and a 3 % slowdown is found in 78 instead of 91 % of the simulated sessions with spikes.
 
 Sources: randomisation e-processes, arXiv 2512.04366; Ville 1939.
 """
@@ -22,16 +23,16 @@ from harness.errors import UsageError, rejected
 Array = NDArray[np.float64]
 
 RATES = (0.5, 1.0, 2.0, 4.0)
-"""Bets, in units of 1 / scale; the gambler splits his money evenly between them."""
+"""Bets, in units of 1 / scale; the wealth is split evenly between them."""
 STAKE = 0.85
-"""Part of his money the gambler puts at risk: a spike of any size costs a factor of 1 - STAKE."""
+"""Part of the wealth at risk in each block: a spike of any size costs a factor of 1 - STAKE."""
 DEFAULT_SCALE = 0.01
 """Scale of the effects where no A/A calibration gave one: 1 %."""
 CALIBRATED_BLOCKS = 3
-"""Blocks that are bet on with the calibrated scale, too few having been seen."""
+"""First blocks, which are bet on with the calibrated scale: too few were seen to estimate one."""
 MAD_TO_SIGMA = 1.4826
 SCALE_FLOOR = 0.25
-"""Least part of the calibrated scale, so that a lucky calm does not make every block enormous."""
+"""Least part of the calibrated scale, so that a few calm blocks do not make later bets enormous."""
 
 
 def scales(effects: Array, calibrated: float = DEFAULT_SCALE) -> Array:
@@ -71,5 +72,5 @@ def log_e(excess: Array, scale: Array) -> Array:
         [..., n], at most n ln(1 + STAKE).
     """
     bets = np.array(RATES).reshape(-1, *[1] * excess.ndim) * (excess / scale)
-    money = np.cumsum(np.log1p(STAKE * np.tanh(bets)), axis=-1)
-    return np.asarray(np.logaddexp.reduce(money, axis=0) - np.log(len(RATES)))
+    wealth = np.cumsum(np.log1p(STAKE * np.tanh(bets)), axis=-1)
+    return np.asarray(np.logaddexp.reduce(wealth, axis=0) - np.log(len(RATES)))

@@ -1,4 +1,4 @@
-"""How large the effect is: an estimate, a time-uniform interval, the least detectable effect."""
+"""Size of an effect: an estimate, a time-uniform interval, the least detectable slowdown."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def detectable(
 ) -> float:
     """Least slowdown (log units, to 0.1 %) that this A/A noise would show in ``power`` of sessions.
 
-    Sessions of ``n_max`` blocks are drawn from the A/A effects with a coin for the sign, which is
-    what the coin of a real block does. Infinite where 100 % is not enough.
+    Sessions of ``n_max`` blocks are drawn from the A/A effects with random signs, as the randomised
+    order gives them to real blocks. Infinite where 100 % is not enough.
     """
     noise = checked_effects(effects)
     random = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""How much slower is still the same, and how much is surely slower: one row a metric."""
+"""Equivalence margins: the effect that counts as none and the one that must be found, by metric."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Bounds:
 
     Args:
         delta0: effects up to it count as none.
-        delta1: effects from it on must not be cleared.
-        n_max: blocks after which there is no more measuring.
+        delta1: effects from it on must not be accepted as equivalent.
+        n_max: blocks after which nothing more is measured.
     """
 
     delta0: float
@@ -50,9 +50,8 @@ class Margin:
         unit: of a measurement and of ``floor``.
         delta0, delta1: relative effects, 0.01 is one percent.
         floor: absolute difference under which an effect counts as none, in ``unit``; 0 is none.
-        n_max_nightly, n_max_pr: most valid blocks a case may take; 0 where it does not run.
+        n_max: most valid blocks of a case; 0 where it is not measured to a verdict.
         higher_is_better: whether a larger measurement is the good one.
-        gates: whether it is ruled on; otherwise it is only reported.
     """
 
     metric: str
@@ -60,23 +59,19 @@ class Margin:
     delta0: float = 0.0
     delta1: float = 0.0
     floor: float = 0.0
-    n_max_nightly: int = 0
-    n_max_pr: int = 0
+    n_max: int = 0
     higher_is_better: bool = False
-    gates: bool = True
 
     def bounds(self, level: float, n_max: int) -> Bounds:
         """Log bounds where the reference arm measures about ``level`` in ``unit``.
 
         The floor may widen delta0; delta1 then keeps its distance. ``level`` must be known before
-        the first block, from a calibration or a warm-up: a margin that saw the data it judges
-        would void the error rates.
+        the first block, from a calibration or a rehearsal: a margin that depends on the data it
+        judges voids the error rates.
 
         Raises:
-            UsageError: the metric is only reported, or the level is no positive number.
+            UsageError: the level is no positive number.
         """
-        if not self.gates:
-            raise UsageError(rejected("metric", self.metric, "a metric that gates"))
         least = math.log1p(self.floor / checked("level", level))
         delta0, delta1 = math.log1p(self.delta0), math.log1p(self.delta1)
         widened = max(delta0, least)

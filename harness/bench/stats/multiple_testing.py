@@ -1,4 +1,4 @@
-"""Many cases judged together, and the controls that a night is believed by."""
+"""Multiple testing: e-BH over the cases of a run, and its positive and negative controls."""
 
 from __future__ import annotations
 
@@ -13,39 +13,26 @@ from harness.bench.stats.stopping import Thresholds
 from harness.errors import UsageError, rejected
 
 ALPHA, CONTROL_ALPHA = 0.05, 0.01
-PR_CASES = 10
-"""Most gated primaries of a pull request."""
 
 
-def bonferroni(cases: int) -> Thresholds:
-    """Thresholds of a pull request of so many gated cases: any false blame in 5 % at most.
-
-    Raises:
-        UsageError: no case, or more than ten.
-    """
-    if cases not in range(1, PR_CASES + 1):
-        raise UsageError(rejected("cases", cases, f"1 to {PR_CASES} gated primaries"))
-    return Thresholds(reject_null=max(cases / ALPHA, Thresholds().reject_null))
-
-
-def nightly(cases: int) -> Thresholds:
-    """Where a case of a nightly table stops: at what would be flagged even if it were alone."""
+def family_thresholds(cases: int) -> Thresholds:
+    """Thresholds of a session of so many cases: those at which e-BH rejects a single one."""
     return Thresholds(reject_null=max(checked("cases", cases) / ALPHA, Thresholds().reject_null))
 
 
-def control(cases: int) -> Thresholds:
-    """Thresholds of an A/A session of so many cases: one false alarm would end the whole night.
+def control_thresholds(cases: int) -> Thresholds:
+    """Thresholds of an A/A session of so many cases: one false alarm invalidates the whole run.
 
-    That any case is blamed or praised by chance has at most ``CONTROL_ALPHA``.
+    The probability that any case is REGRESSED or IMPROVED by chance is at most ``CONTROL_ALPHA``.
     """
     directions = 2
     return Thresholds(reject_null=directions * checked("cases", cases) / CONTROL_ALPHA)
 
 
 def e_bh(e_values: Mapping[str, float], q: float = ALPHA) -> frozenset[str]:
-    """The cases flagged by e-BH: false ones at most a part ``q``, under any dependence.
+    """The cases rejected by e-BH: false ones at most a part ``q``, under any dependence.
 
-    The k largest are flagged, for the largest k at which the k-th is at least K / (q k).
+    The k largest are rejected, for the largest k at which the k-th is at least K / (q k).
 
     Raises:
         UsageError: an e-value that is NaN or negative.
@@ -59,37 +46,37 @@ def e_bh(e_values: Mapping[str, float], q: float = ALPHA) -> frozenset[str]:
     return frozenset(ranked[: max(passing, default=0)])
 
 
-def settle(table: Mapping[str, Evidence]) -> dict[str, Evidence]:
-    """A night's table, blame and praise decided by e-BH; an INVALID case counts, as no evidence."""
+def apply_e_bh(table: Mapping[str, Evidence]) -> dict[str, Evidence]:
+    """REGRESSED and IMPROVED decided by e-BH; an INVALID case counts in K, with an e-value of 0."""
     valid = {name for name, found in table.items() if found.verdict is not BenchVerdict.INVALID}
     worse = e_bh({n: found.e_regressed if n in valid else 0.0 for n, found in table.items()})
     better = e_bh({n: found.e_improved if n in valid else 0.0 for n, found in table.items()})
 
-    def ruled(name: str, found: Evidence) -> Evidence:
+    def judged(name: str, found: Evidence) -> Evidence:
         if name in worse:
             return replace(found, verdict=BenchVerdict.REGRESSED)
         if name in better:
             return replace(found, verdict=BenchVerdict.IMPROVED)
-        blamed = found.verdict in (BenchVerdict.REGRESSED, BenchVerdict.IMPROVED)
-        return replace(found, verdict=BenchVerdict.INCONCLUSIVE) if blamed else found
+        alone = found.verdict in (BenchVerdict.REGRESSED, BenchVerdict.IMPROVED)
+        return replace(found, verdict=BenchVerdict.INCONCLUSIVE) if alone else found
 
-    return {name: ruled(name, found) if name in valid else found for name, found in table.items()}
+    return {name: judged(name, found) if name in valid else found for name, found in table.items()}
 
 
 class Control(StrEnum):
-    """A case whose answer is known."""
+    """A session whose verdict is known."""
 
     AA = "A/A"
-    INJECTED = "planted slowdown"
+    INJECTED = "injected slowdown"
 
     @property
     def accepted(self) -> tuple[BenchVerdict, ...]:
-        """Rulings that leave the night believable."""
+        """Verdicts under which the run is valid."""
         unchanged = (BenchVerdict.OK, BenchVerdict.INCONCLUSIVE)
         return unchanged if self is Control.AA else (BenchVerdict.REGRESSED,)
 
 
-def believe(
+def apply_controls(
     table: Mapping[str, Evidence], controls: Mapping[Control, Evidence]
 ) -> dict[str, Evidence]:
     """The table as it is, or all of it INVALID where a control is missing or failed."""
@@ -103,7 +90,7 @@ def believe(
 
 
 def _failed(control: Control, found: Evidence | None) -> str | None:
-    """Why the night is not believed; None where this control is as it must be."""
+    """Why the run is invalid; None where this control has an accepted verdict."""
     if found and found.verdict in control.accepted:
         return None
     expected = " or ".join(control.accepted)

@@ -1,4 +1,4 @@
-"""From blocks to a ruling: the one entry that benchmarks call."""
+"""The sequential test: from the blocks of a case to its evidence and verdict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.bench.stats.design import Block, Design, check_session
 from harness.bench.stats.e_process import DEFAULT_SCALE, Array
 from harness.bench.stats.estimates import hodges_lehmann, interval
 from harness.bench.stats.margin import Bounds, Margin
-from harness.bench.stats.stopping import RULINGS, Thresholds, decide, paths
+from harness.bench.stats.stopping import VERDICT_CODES, Thresholds, decide, paths
 from harness.errors import UsageError, rejected
 
 INVALID_SHARE = Fraction(1, 3)
@@ -26,9 +26,9 @@ class SequentialPlan:
     """Everything about a session that is fixed before its first block.
 
     Args:
-        margin: row of the table.
+        margin: row of the margins table.
         bounds: its bounds, from ``margin.bounds``.
-        seed, design: of the coin.
+        seed, design: of the randomised orders.
         thresholds: of the family the case belongs to.
         calibrated: scale of A/A effects of this case, log units.
     """
@@ -49,7 +49,7 @@ class Evidence:
         metric: name of the margin's row.
         verdict: INCONCLUSIVE until the session is over.
         over: whether no more blocks are to be measured.
-        blocks: valid blocks used, those behind the decision not among them.
+        blocks: valid blocks used, without those after the decision.
         dropped: invalid blocks.
         ratio, low, high: B / A in the metric's own direction, with its 95 % time-uniform interval.
         e_regressed, e_equivalence, e_improved: e-values after the last used block.
@@ -85,18 +85,18 @@ class Evidence:
 
     @property
     def e_value(self) -> float:
-        """The one behind the ruling: for better where IMPROVED, against worse where OK."""
-        behind = {BenchVerdict.IMPROVED: self.e_improved, BenchVerdict.OK: self.e_equivalence}
-        return behind.get(self.verdict, self.e_regressed)
+        """Of the verdict: of an improvement, of equivalence, else of a regression."""
+        others = {BenchVerdict.IMPROVED: self.e_improved, BenchVerdict.OK: self.e_equivalence}
+        return others.get(self.verdict, self.e_regressed)
 
 
 def judge(blocks: Sequence[Block], plan: SequentialPlan) -> Evidence:
-    """Rule on the blocks measured so far; ask after each until the answer is ``over``.
+    """The evidence of the blocks measured so far; called after each until it is ``over``.
 
-    Invalid blocks are dropped whole. Blocks behind the decision change nothing.
+    Invalid blocks are dropped whole. Blocks after the decision change nothing.
 
     Raises:
-        ContractError: the blocks are not the coin's.
+        ContractError: the blocks are not those of the seed.
         UsageError: a measurement is missing, not finite or not above zero.
     """
     check_session(blocks, plan.seed, plan.design)
@@ -140,7 +140,7 @@ def _look(
     code, used = decide(found, plan.thresholds)
     n = int(used)
     waiting = found.improved[n - 1] > 0.0 and n < plan.bounds.n_max
-    verdict = RULINGS[int(code)]
+    verdict = VERDICT_CODES[int(code)]
     if verdict is BenchVerdict.OK and waiting:
         verdict = BenchVerdict.INCONCLUSIVE
     logs = zip(found.regressed[:n], found.accept_equivalence[:n], found.improved[:n], strict=True)
@@ -157,10 +157,10 @@ def _estimate(effects: Array, calibrated: float) -> tuple[float, float, float]:
 def _clocks_disagree(
     blocks: Sequence[Block], effects: Array, verdict: BenchVerdict, sign: float
 ) -> bool:
-    """Whether an effect in time is gone or turned around in cycles.
+    """Whether an effect in time is zero or of the other sign in cycles.
 
-    Asked of the whole session and only to take blame or praise back: dropping single blocks for it
-    would keep those in which the coin helped a small effect.
+    Asked of the whole session and only to withdraw REGRESSED or IMPROVED: dropping single blocks
+    for it would keep those whose drawn order enlarged a small effect.
     """
     if verdict not in (BenchVerdict.REGRESSED, BenchVerdict.IMPROVED) or not any(
         b.mhz for b in blocks

@@ -1,9 +1,9 @@
-"""``python3 -m harness.bench.stats.simulation``: how often verdicts are right, on made-up machines.
+"""``python3 -m harness.bench.stats.simulation``: error rates and power on simulated machines.
 
 Every trial of a session is log noise of its launch (1 %), of its repeats (0.6 %, median of three),
-a drift (0.2 % a launch) and spikes (one in 25, 10 % on average), unless the row says otherwise. The
-ugly rows have margin 0, a look after each of 40 blocks and a second place that is 2 % slower. The
-rows of a shared host show what a design makes of the same minutes.
+a drift (0.2 % per launch) and spikes (one in 25, 10 % on average), unless the row says otherwise.
+The adversarial rows have margin 0, a look after each of 40 blocks and a second place that is 2 %
+slower. The rows of a shared host compare the designs on the same minutes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.design import Design
 from harness.bench.stats.e_process import Array
 from harness.bench.stats.margin import Bounds
-from harness.bench.stats.stopping import RULINGS, Thresholds, decide, paths
+from harness.bench.stats.stopping import VERDICT_CODES, Thresholds, decide, paths
 from harness.core.argument_types import CommandLine, count
 
 Noise = Callable[[np.random.Generator, tuple[int, ...]], Array]
 SECOND_PLACE = 0.02
 DRIFT = 0.002
 PASSES, PASS_SIGMA, PASS_CORRELATION = 32, 0.1, 0.7
-"""Of a block on a shared host: log noise of a pass of a third of a second, and its memory."""
-CHUNK = 2000
+"""Of a block on a shared host: log noise of a pass of a third of a second, autocorrelated."""
+SESSIONS_AT_ONCE = 2000
 """Sessions at a time, so that memory stays small."""
 
 
@@ -77,18 +77,18 @@ class Scenario:
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Parts of the sessions by ruling, and the mean number of blocks."""
+    """Shares of the sessions by verdict, and the mean number of blocks."""
 
-    by_ruling: dict[BenchVerdict, float]
+    by_verdict: dict[BenchVerdict, float]
     blocks: float
 
 
-def _scenes() -> tuple[Scenario, ...]:
+def _scenarios() -> tuple[Scenario, ...]:
     none = Bounds(delta0=0.0, delta1=0.03, n_max=40)
     kernel = Bounds(delta0=math.log1p(0.005), delta1=math.log1p(0.03), n_max=16)
     server = Bounds(delta0=math.log1p(0.01), delta1=math.log1p(0.03), n_max=16)
     pairs, quads = Design.PAIRS, Design.QUADS
-    ugly = [
+    adversarial = [
         Scenario(name=f"A/A, {noise.__name__}, margin 0", noise=noise, design=pairs, bounds=none,
               second_place=SECOND_PLACE)
         for noise in (lognormal, half_cauchy, bimodal, ordinary)
@@ -110,10 +110,10 @@ def _scenes() -> tuple[Scenario, ...]:
         for design in Design
         for slowdown in (0.0, 0.05)
     ]  # fmt: skip
-    return (*ugly, *plain, *shared)
+    return (*adversarial, *plain, *shared)
 
 
-SCENES = {scene.name: scene for scene in _scenes()}
+SCENARIOS = {scene.name: scene for scene in _scenarios()}
 
 
 def effects(
@@ -124,7 +124,7 @@ def effects(
     Args:
         scene: its row.
         sessions: how many.
-        random: source of noise and coins.
+        random: source of noise and of the orders.
         randomised: whether the order is drawn; otherwise always the design's first.
     """
     places = len(scene.design.orders[0])
@@ -139,29 +139,33 @@ def effects(
 
 
 def simulate(scene: Scenario, sessions: int, seed: int = 1, *, randomised: bool = True) -> Shares:
-    """Rule on ``sessions`` made-up sessions exactly as on measured ones."""
+    """Verdicts of ``sessions`` simulated sessions, decided exactly as those of measured ones."""
     random = np.random.default_rng(seed)
-    counts = np.zeros(len(RULINGS))
+    counts = np.zeros(len(VERDICT_CODES))
     blocks = 0
-    for start in range(0, sessions, CHUNK):
-        drawn = effects(scene, min(CHUNK, sessions - start), random, randomised=randomised)
+    for start in range(0, sessions, SESSIONS_AT_ONCE):
+        drawn = effects(
+            scene, min(SESSIONS_AT_ONCE, sessions - start), random, randomised=randomised
+        )
         codes, used = decide(paths(drawn, scene.bounds), Thresholds(reject_null=scene.reject_null))
-        counts += np.bincount(codes, minlength=len(RULINGS))
+        counts += np.bincount(codes, minlength=len(VERDICT_CODES))
         blocks += int(used.sum())
-    shares = dict(zip(RULINGS, (counts / sessions).tolist(), strict=True))
-    return Shares(by_ruling=shares, blocks=blocks / sessions)
+    shares = dict(zip(VERDICT_CODES, (counts / sessions).tolist(), strict=True))
+    return Shares(by_verdict=shares, blocks=blocks / sessions)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table, one scene a row, percent of sessions."""
+    """Print the table, one row per scenario, in percent of sessions."""
     parser = CommandLine(prog="python -m harness.bench.stats.simulation", description=__doc__)
     parser.add_argument("--sessions", type=count, default=10_000, metavar="N", help="per row")
     parser.add_argument("--seed", type=int, default=1, help="of the noise and the orders")
     chosen = parser.parse_args(argv)
-    print(f"{'scene':36}" + "".join(f"{verdict:>14}" for verdict in RULINGS) + f"{'blocks':>8}")
-    for name, scene in SCENES.items():
+    print(
+        f"{'scene':36}" + "".join(f"{verdict:>14}" for verdict in VERDICT_CODES) + f"{'blocks':>8}"
+    )
+    for name, scene in SCENARIOS.items():
         found = simulate(scene, chosen.sessions, chosen.seed)
-        cells = "".join(f"{100 * found.by_ruling[verdict]:14.2f}" for verdict in RULINGS)
+        cells = "".join(f"{100 * found.by_verdict[verdict]:14.2f}" for verdict in VERDICT_CODES)
         print(f"{name:36}{cells}{found.blocks:8.1f}")
     return 0
 

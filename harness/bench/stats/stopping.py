@@ -1,4 +1,4 @@
-"""When to stop and what to say, looking after every block; vectorised over sessions."""
+"""The stopping rule: a decision after every block; vectorised over sessions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from harness.bench.stats.margin import Bounds, checked
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """Evidence asked for.
+    """Least e-values of a decision.
 
     Args:
-        reject_null: to say REGRESSED or IMPROVED; a false one has probability at most 1 / blame.
-        accept_equivalence: to say OK.
+        reject_null: for REGRESSED or IMPROVED; a false one has probability at most its inverse.
+        accept_equivalence: for OK; a false one has probability at most its inverse.
     """
 
     reject_null: float = 100.0
@@ -55,30 +55,30 @@ def paths(effects: Array, bounds: Bounds, calibrated: float = DEFAULT_SCALE) -> 
     )
 
 
-RULINGS = (
+VERDICT_CODES = (
     BenchVerdict.INCONCLUSIVE,
     BenchVerdict.OK,
     BenchVerdict.IMPROVED,
     BenchVerdict.REGRESSED,
 )
-"""By the code that ``decide`` returns; the worse news wins a tie."""
+"""By the code that ``decide`` returns; of two decisions in one block the higher code is taken."""
 
 
 def decide(
     found: EvidencePaths, thresholds: Thresholds
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(index into ``RULINGS``, blocks used) of each session, [...] each.
+    """(index into ``VERDICT_CODES``, blocks used) of each session, [...] each.
 
-    Blame and praise stop at once. OK waits while an improvement is in prospect (its e-process
-    above 1): evidence for OK always comes first, and would hide every IMPROVED otherwise. A
-    session that ended on its last block without a decision has used all its blocks.
+    REGRESSED and IMPROVED stop at once. OK waits while the e-process for an improvement is above
+    1: evidence for OK always comes first, and would hide every IMPROVED otherwise. A session
+    without a decision uses all its blocks.
     """
     regressed = found.regressed >= math.log(thresholds.reject_null)
     improved = found.improved >= math.log(thresholds.reject_null)
     enough = found.accept_equivalence >= math.log(thresholds.accept_equivalence)
-    cleared = np.logical_or.accumulate(enough, axis=-1)
-    code = np.select([regressed, improved, cleared], [3, 2, 1], 0)
-    stop = regressed | improved | (cleared & (found.improved <= 0.0))
+    equivalent = np.logical_or.accumulate(enough, axis=-1)
+    code = np.select([regressed, improved, equivalent], [3, 2, 1], 0)
+    stop = regressed | improved | (equivalent & (found.improved <= 0.0))
     stop[..., -1] = True
     last = stop.argmax(axis=-1)
     return np.take_along_axis(code, last[..., None], axis=-1)[..., 0], last + 1

@@ -1,10 +1,12 @@
-"""What must hold for a block to count; what does not is a reason, and no arm is looked at."""
+"""Validity of a block: conditions of its trials, blind to the arms, and exact counts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
+
+from harness.errors import UsageError, rejected
 
 CLOCK_SPREAD = 0.01
 CAPPED_SHARE = 0.01
@@ -13,23 +15,21 @@ WARMING_C = 8.0
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Facts of one trial; None is "nobody asked", and shows up in ``unasked``.
+    """Facts of one trial; None is a fact that nobody asked for, and is listed by ``unasked``.
 
     Args:
-        foreign_processes: computing on the GPU beside the trial.
+        foreign_processes: other processes that computed on the GPU meanwhile.
         throttled: hardware slowdown, power brake and thermal reasons seen.
-        capped: part of the samples under the software power cap.
+        capped: share of the samples under the software power cap.
         mhz: median SM clock.
         celsius: GPU temperature.
         machine: driver, VBIOS, MIG and ECC state, as one line.
         pcie_full: whether the link has its full width.
-        load: part of the host's cores that others kept busy.
-        as_pinned: whether the wheels' hashes are the arm's own.
+        load: share of the host's cores that other processes kept busy.
         failed: requests that did not end well.
         output_tokens: of all requests.
         cached_tokens: prompt tokens that came from a cache.
         flushed: whether the flush was proven.
-        foreign_kernels: that the arm should not launch.
         correct: whether the answers were checked and right.
     """
 
@@ -41,12 +41,10 @@ class Conditions:
     machine: str | None = None
     pcie_full: bool | None = None
     load: float | None = None
-    as_pinned: bool | None = None
     failed: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None
     flushed: bool | None = None
-    foreign_kernels: tuple[str, ...] | None = None
     correct: bool | None = None
 
 
@@ -54,8 +52,8 @@ def _one(values: Collection[Any]) -> bool:
     return len(set(values)) == 1
 
 
-# A power cap is forgiven where every trial of the block was under it.
-CHECKS: tuple[tuple[str, Callable[[Sequence[Any]], bool], str], ...] = (
+# A power cap is accepted where every trial of the block was under it.
+VALIDITY_CHECKS: tuple[tuple[str, Callable[[Sequence[Any]], bool], str], ...] = (
     ("foreign_processes", lambda seen: not any(seen), "no other process computes on the GPU"),
     ("throttled", lambda seen: not any(seen), "no slowdown, power brake or thermal reason"),
     ("capped", lambda seen: len({x > CAPPED_SHARE for x in seen}) == 1, "in 1 % or alike"),
@@ -64,30 +62,28 @@ CHECKS: tuple[tuple[str, Callable[[Sequence[Any]], bool], str], ...] = (
     ("machine", _one, "one driver, VBIOS, MIG and ECC state"),
     ("pcie_full", all, "full PCIe width"),
     ("load", lambda seen: max(seen) < 0.5, "others under half the cores"),
-    ("as_pinned", all, "wheel hashes as pinned"),
     ("failed", lambda seen: not any(seen), "every request ends well"),
     ("output_tokens", _one, "as many output tokens in every trial"),
     ("cached_tokens", lambda seen: not any(seen), "no cached token"),
     ("flushed", all, "a proven flush"),
-    ("foreign_kernels", lambda seen: not any(seen), "the expected kernels"),
     ("correct", all, "right answers"),
 )  # fmt: skip
 
 
 def reasons(trials: Sequence[Conditions]) -> tuple[str, ...]:
-    """Why the block of these trials is invalid; the same whatever their order, so arm-blind."""
+    """Why the block of these trials is invalid, whatever their order, and so blind to the arms."""
     found = []
-    for name, holds, accepted in CHECKS:
+    for name, holds, accepted in VALIDITY_CHECKS:
         seen = [getattr(trial, name) for trial in trials if getattr(trial, name) is not None]
         if seen and len(seen) < len(trials):
             found.append(f"{name}: asked of some trials only")
         elif seen and not holds(seen):
-            found.append(f"{name}: {_told(seen)}, accepted: {accepted}")
+            found.append(f"{name}: {_summary(seen)}, accepted: {accepted}")
     return tuple(found)
 
 
-def _told(seen: Collection[Any]) -> str:
-    """What was seen, in a few words however many trials there are."""
+def _summary(seen: Collection[Any]) -> str:
+    """The facts in a few words, however many trials there are."""
     if all(isinstance(fact, int | float) and not isinstance(fact, bool) for fact in seen):
         ends = dict.fromkeys(f"{round(end, 2):g}" for end in (min(seen), max(seen)))
         return " to ".join(ends)
@@ -96,6 +92,24 @@ def _told(seen: Collection[Any]) -> str:
 
 
 def unasked(trials: Sequence[Conditions]) -> tuple[str, ...]:
-    """Names of the facts that no trial has: what this session does not vouch for."""
+    """Names of the facts that no trial has."""
     names = [field.name for field in fields(Conditions)]
     return tuple(n for n in names if all(getattr(trial, n) is None for trial in trials))
+
+
+def changed_counts(
+    expected: Mapping[str, int], obtained: Mapping[str, int]
+) -> dict[str, tuple[int | None, int | None]]:
+    """(expected, obtained) by name wherever exact counts differ; None where a side has none.
+
+    Raises:
+        UsageError: a count that is not a whole number of at least 0.
+    """
+    for side, counts in (("expected", expected), ("obtained", obtained)):
+        for name, count in counts.items():
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                accepted = "a whole number of at least 0"
+                raise UsageError(rejected(f"{side} {name}", count, accepted))
+    names = sorted({*expected, *obtained})
+    pairs = {name: (expected.get(name), obtained.get(name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

@@ -25,9 +25,9 @@ def test_an_embedded_arm_is_a_command_of_serve():
     assert parse("embedded:pair=gqa").facts() == parse("embedded:pair=gqa").facts()
 
 
-def test_the_planted_arm_is_the_same_one_slower():
+def test_the_slowed_arm_is_the_same_one_slower():
     arm = parse("embedded:pair=gqa")
-    slow = arm.planted(0.05)
+    slow = arm.slowed(0.05)
     extra = [word for word in slow.facts().command if word not in arm.facts().command]
     assert extra == ["--slowdown", "0.05"]
     assert "--slowdown" not in arm.facts().command
@@ -115,7 +115,7 @@ def test_a_workload_that_cannot_be_run_is_refused(changed, message):
         (["--a", "embedded:", "--sessions", "A/A", "--calibration", "no"], "bench records = 'no'"),
         (["--a", "embedded:", "--sessions", "A/A,A/A"], "sessions = 'A/A,A/A'"),
         (["--a", "embedded:", "--sessions", "A/A", "--workloads", TWICE], f"workloads = '{TWICE}'"),
-        (["--a", "embedded:", "--sessions", "A/A", "--planted", "10.5"], "planted = 10.5"),
+        (["--a", "embedded:", "--sessions", "A/A", "--injected", "10.5"], "injected = 10.5"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_ends_with_2(words, message, capsys):
@@ -129,7 +129,7 @@ def test_a_command_line_that_makes_no_sense_ends_with_2(words, message, capsys):
         (word, ["0", "-1", "1.5", "x", ""], "1 or more")
         for word in ("--blocks-at-most", "--side-by-side", "--warm-ups", "--passes")
     ]
-    + [(word, ["0", "-3", "nan", "x"], "a number above 0") for word in ("--seconds", "--planted")],
+    + [(word, ["0", "-3", "nan", "x"], "a number above 0") for word in ("--seconds", "--injected")],
 )
 def test_a_number_that_makes_no_sense_is_named(word, values, accepted, capsys):
     for value in values:
@@ -141,14 +141,14 @@ def test_a_number_that_makes_no_sense_is_named(word, values, accepted, capsys):
 
 def test_a_dry_run_shows_sessions_and_leaves_nothing(tmp_path, capsys):
     sides = ["--a", "embedded:name=old", "--b", "sglang:backend=fa3", "--blocks-at-most", "5"]
-    asked = [*sides, "--workloads", "bs1-in128-out64,smoke-bs2-in32-out32", "--planted", "0.1"]
+    asked = [*sides, "--workloads", "bs1-in128-out64,smoke-bs2-in32-out32", "--injected", "0.1"]
     assert bench.main([*asked, "--out", str(tmp_path / "bench.jsonl"), "--dry-run"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "candidate: A = embedded:name=old, B = sglang:backend=fa3",
         "A/A: A = embedded:name=old, B = embedded:name=old",
-        "planted: A = embedded:name=old, B = embedded:name=old +10%",
+        "injected: A = embedded:name=old, B = embedded:name=old +10%",
         "each on bs1-in128-out64, smoke-bs2-in32-out32: quads, "
-        "3 passes a trial behind 2 warm-ups, at most 5 blocks a case",
+        "3 passes per trial after 2 warm-ups, at most 5 blocks per case",
         "at most 62 launches and 124 trials, about 10 min "
         "at 5 s per launch and 10 or 2 ms per token",
         "cases that are decided early take less, dropped blocks come on top",

@@ -1,5 +1,7 @@
 """A file of records alone says what a benchmark showed, and what in it is no record."""
 
+import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,16 +11,18 @@ from fixtures.tables.margins import MARGINS
 from fixtures.tables.workloads import WORKLOADS
 from harness.bench import __main__ as compare
 from harness.bench.analysis import dropped, findings, verdict
-from harness.bench.jsonl import append
+from harness.bench.jsonl import append, from_json, to_json
 from harness.bench.session_records import ArmFacts, CasePlan, Role, Session, Trial
 from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.design import Design, draw_order
+from harness.bench.stats.margin import Bounds
 from harness.bench.stats.stopping import Thresholds
 from harness.bench.stats.validity import Conditions
 from harness.core.environment import environment
 from harness.core.paths import ROOT
 from harness.errors import UsageError
 
+BOUNDS = MARGINS["tpot"].bounds(5.0, 16)
 EXAMPLE = ROOT / "docs" / "example" / "bench.jsonl.gz"
 
 
@@ -32,9 +36,9 @@ def records(
     role=Role.SAME,
     lost=(),
     design=Design.PAIRS,
+    bounds=BOUNDS,
 ):
     workload = WORKLOADS["smoke-bs2-in32-out32"]
-    bounds = MARGINS["tpot"].bounds(5.0, 16)
     case = CasePlan(workload=workload.id, metric="tpot", bounds=bounds, calibrated=0.01, unit="ms")
     session = Session(
         id="s", role=role, a=ArmFacts(name="a"), b=ArmFacts(name="b"), seed="1",
@@ -50,8 +54,8 @@ def records(
             trial = Trial(
                 session="s", block=index, place=place, arm=arm, workload=workload.id,
                 metrics={} if gone else {"tpot": 5.0 * ratio**side}, samples=(),
-                conditions=Conditions(),
-                mhz=mhz[side], flush_tries=1, flush_seconds=0.0, invalid=gone, started="",
+                conditions=Conditions(mhz=mhz[side]),
+                flush_tries=1, flush_seconds=0.0, invalid=gone, started="",
                 seconds=1.0, counts={} if gone else counts[side],
             )  # fmt: skip
             append(path, trial)
@@ -64,12 +68,15 @@ def judged(path):
 
 
 def test_an_effect_that_is_gone_in_cycles_is_not_believed(tmp_path):
-    records(tmp_path / "same", mhz=(1980.0, 1980.0))
+    narrow = Bounds(delta0=0.001, delta1=0.006, n_max=16)
+    records(tmp_path / "same", ratio=1.008, mhz=(1980.0, 1980.0), bounds=narrow)
     assert judged(tmp_path / "same").verdict is BenchVerdict.REGRESSED
-    records(tmp_path / "slow_clock", mhz=(1980.0, 1980.0 / 1.06))
-    assert judged(tmp_path / "slow_clock").verdict is BenchVerdict.INVALID
+    records(tmp_path / "slow_clock", ratio=1.008, mhz=(1980.0, 1980.0 / 1.009), bounds=narrow)
+    slow_clock = judged(tmp_path / "slow_clock")
+    assert slow_clock.verdict is BenchVerdict.INVALID
+    assert slow_clock.reasons[0] == "time and cycles disagree on the sign"
     records(tmp_path / "half", mhz=(1980.0, None))
-    assert "mhz: sampled in some trials only" in judged(tmp_path / "half").reasons
+    assert "mhz: asked of some trials only" in judged(tmp_path / "half").reasons
 
 
 @pytest.mark.parametrize(
@@ -82,19 +89,19 @@ def test_equal_arms_that_launch_unequal_kernels_are_invalid(tmp_path, role, verd
     assert judged(path).reasons[0] == "count kernels: A 7, B 8"
 
 
-def test_a_night_says_why_its_control_failed(tmp_path):
+def test_a_run_says_why_its_control_failed(tmp_path):
     path = tmp_path / "bench.jsonl"
     counts = ({"spec_verify_ct": 52}, {"spec_verify_ct": 53})
     records(path, counts=counts, role=Role.INJECTED)
-    planted = findings(compare.read(path))
+    injected = findings(compare.read(path))
     records(tmp_path / "same", ratio=1.0)
     same = findings(compare.read(tmp_path / "same"))
     records(tmp_path / "candidate", ratio=1.0, role=Role.CANDIDATE)
-    night = verdict([*planted, *same, *findings(compare.read(tmp_path / "candidate"))])
+    run = verdict([*injected, *same, *findings(compare.read(tmp_path / "candidate"))])
     told = (
-        "control planted slowdown: invalid instead of regressed (count spec_verify_ct: A 52, B 53)"
+        "control injected slowdown: invalid instead of regressed (count spec_verify_ct: A 52, B 53)"
     )
-    assert night.reasons == (told,)
+    assert run.reasons == (told,)
 
 
 def test_every_trial_of_an_arm_is_counted(tmp_path):
@@ -190,16 +197,16 @@ def test_nothing_is_truncated_at_80_columns(capsys):
 
 
 def test_the_example_is_judged_as_its_report_says():
-    night = verdict(findings(compare.read(EXAMPLE)))
-    ruled = {(f.role, f.metric): f.verdict for f in night.findings}
-    assert night.verdict is ruled[Role.CANDIDATE, "step_time"] is BenchVerdict.IMPROVED
-    assert ruled[Role.INJECTED, "step_time"] is BenchVerdict.REGRESSED
-    assert ruled[Role.SAME, "step_time"] is BenchVerdict.INCONCLUSIVE
-    assert ruled[Role.CANDIDATE, "accept_length"] is ruled[Role.SAME, "ttft"] is BenchVerdict.OK
+    run = verdict(findings(compare.read(EXAMPLE)))
+    said = {(f.role, f.metric): f.verdict for f in run.findings}
+    assert run.verdict is said[Role.CANDIDATE, "step_time"] is BenchVerdict.IMPROVED
+    assert said[Role.INJECTED, "step_time"] is BenchVerdict.REGRESSED
+    assert said[Role.SAME, "step_time"] is BenchVerdict.INCONCLUSIVE
+    assert said[Role.CANDIDATE, "accept_length"] is said[Role.SAME, "ttft"] is BenchVerdict.OK
 
 
 def test_packed_records_are_read_and_not_added_to(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench, "rise", lambda: None)  # would outlive the test
+    monkeypatch.setattr(bench, "raise_priority", lambda: None)  # would outlive the test
     packed = tmp_path / "bench.jsonl.gz"
     packed.write_bytes(EXAMPLE.read_bytes()[:-100])
     assert compare.main([str(packed)]) == 2
@@ -209,7 +216,7 @@ def test_packed_records_are_read_and_not_added_to(tmp_path, capsys, monkeypatch)
 
 
 def test_a_busy_machine_is_told_before_anything_starts(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench, "rise", lambda: None)  # would outlive the test
+    monkeypatch.setattr(bench, "raise_priority", lambda: None)  # would outlive the test
     monkeypatch.setattr(bench, "busy", lambda: (BUSY,))
     packed = tmp_path / "bench.jsonl.gz"  # refused, so that nothing starts
     assert bench.main(["--a=embedded:", "--sessions=A/A", f"--out={packed}"]) == 2
@@ -221,9 +228,28 @@ def test_lines_that_are_no_records_are_named(tmp_path):
     path = tmp_path / "bench.jsonl"
     _, trial = records(path, blocks=1)
     whole = path.read_text()
-    for line in ("{}", '{"format":3,"kind":"x"}', '{"format":2,"kind":"trial"}', "[]", "nothing"):
+    last = json.loads(to_json(trial))
+    for line, field in (
+        ("{}", "line = "),
+        ('{"format":3,"kind":"x"}', "line = "),
+        ("[]", "line = "),
+        ("nothing", "line = 'nothing' is not accepted; accepted: Invalid JSON"),
+        (json.dumps(last | {"format": 2, "block": "x"}), "trial.format = '2' is not accepted"),
+        (json.dumps(last | {"block": "x"}), "trial.block = 'x' is not accepted"),
+        (json.dumps(last | {"mhz": 1.0}), "trial.mhz = '1.0' is not accepted"),
+        (json.dumps(last | {"conditions": {"load": "1"}}), "trial.conditions.load = '1' is not"),
+    ):
         path.write_text(f"{whole}{line}\n")
-        with pytest.raises(UsageError, match=r"bench\.jsonl:4: "):
+        with pytest.raises(UsageError) as raised:
             list(compare.read(path))
+        assert f"bench.jsonl:4: {field}" in str(raised.value)
+        assert "\n" not in str(raised.value)
     path.write_text(whole + '{"format":3')
     assert list(compare.read(path))[-1] == trial
+
+
+def test_infinities_come_back_as_they_were(tmp_path):
+    session, trial = records(tmp_path / "bench.jsonl", blocks=1)
+    odd = replace(trial, metrics={"tpot": math.inf, "ttft": -math.inf}, seconds=math.inf)
+    assert from_json(to_json(odd)) == odd
+    assert from_json(to_json(session)) == session

@@ -42,8 +42,8 @@ def test_many_trials_share_a_launch_and_an_attached_server_has_none():
 
 def test_without_a_limit_a_session_takes_what_its_margins_allow():
     cost = forecast(replace(SETUP, blocks_at_most=None, roles=(Role.SAME, Role.INJECTED)))
-    most = MARGINS["tpot"].n_max_nightly
-    assert most == MARGINS["step_time"].n_max_nightly == MARGINS["ttft"].n_max_nightly
+    most = MARGINS["tpot"].n_max
+    assert most == MARGINS["step_time"].n_max == MARGINS["ttft"].n_max
     assert cost.launches == 2 * most * 4 + 2  # a metric that no trial measures allows 40
 
 

@@ -1,4 +1,4 @@
-"""A terminal shows bars and a table that live, a log one line a wave."""
+"""A terminal shows bars and a table that is redrawn, a log one line per round of blocks."""
 
 import io
 import math
@@ -11,12 +11,12 @@ from suites.selfcheck.bench.test_bench_findings import judged, records
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_screen_shows_bars_and_a_table(tmp_path, terminal):
+def test_a_terminal_shows_bars_and_a_table(tmp_path, terminal):
     session, trial = records(tmp_path / "bench.jsonl", blocks=2)
     text = io.StringIO()
-    with ConsoleView([session], Console(file=text, force_terminal=terminal, width=80)) as screen:
-        screen.trial(trial)
-        screen.wave([judged(tmp_path / "bench.jsonl")])
+    with ConsoleView([session], Console(file=text, force_terminal=terminal, width=80)) as view:
+        view.trial_done(trial)
+        view.blocks_done([judged(tmp_path / "bench.jsonl")])
     shown = text.getvalue()
     if terminal:
         assert "(inconclusive)" in shown
@@ -30,12 +30,12 @@ def test_a_screen_shows_bars_and_a_table(tmp_path, terminal):
 def test_a_log_says_once_why_blocks_were_dropped(tmp_path):
     session, _ = records(tmp_path / "bench.jsonl", blocks=3, lost=(1,))
     text = io.StringIO()
-    with ConsoleView([session], Console(file=text, force_terminal=False, width=200)) as screen:
+    with ConsoleView([session], Console(file=text, force_terminal=False, width=200)) as view:
         for _ in range(2):
-            screen.wave([judged(tmp_path / "bench.jsonl")])
+            view.blocks_done([judged(tmp_path / "bench.jsonl")])
     why = "s smoke-bs2-in32-out32: 1 of 3 blocks dropped: 1 × NotReady: it ended with 137\n"
-    wave = "2 blocks, 1 of 1 cases undecided\n"
-    assert text.getvalue() == wave + why + wave
+    round_ = "2 blocks, 1 of 1 cases undecided\n"
+    assert text.getvalue() == round_ + why + round_
 
 
 @pytest.mark.parametrize(

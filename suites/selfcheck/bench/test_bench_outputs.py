@@ -1,4 +1,4 @@
-"""Every output of a night says what its findings say, whichever tool or person reads it."""
+"""Every output of a run says what its findings say, whichever tool or person reads it."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ MOVED = {
 ONE = synthetic_bench.WORKLOADS[1:]
 
 
-def book(effects: dict[str, float] | None = None, **more: object) -> BenchReport:
-    return BenchReport.of(synthetic_bench.night(effects, **more))  # type: ignore[arg-type]
+def bench_report(effects: dict[str, float] | None = None, **more: object) -> BenchReport:
+    return BenchReport.of(synthetic_bench.run_lines(effects, **more))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
 def moved() -> BenchReport:
-    return book(MOVED)
+    return bench_report(MOVED)
 
 
 @pytest.fixture(scope="module")
 def broken() -> BenchReport:
-    return book({}, same=0.04)
+    return bench_report({}, same=0.04)
 
 
 def cases(text: str) -> dict[tuple[str, str], Xml.Element]:
@@ -58,24 +58,24 @@ def outcome(case: Xml.Element) -> list[str]:
     return [child.tag for child in case if child.tag != "properties"]
 
 
-def test_rulings_are_those_of_the_planted_effects(moved: BenchReport) -> None:
-    ruled = {row.case: row.verdict for row in moved.judged if row.verdict is not BenchVerdict.OK}
-    assert ruled == {
+def test_verdicts_are_those_of_the_injected_effects(moved: BenchReport) -> None:
+    verdicts = {row.case: row.verdict for row in moved.judged if row.verdict is not BenchVerdict.OK}
+    assert verdicts == {
         f"{BS8}/tpot": BenchVerdict.REGRESSED,
         f"{BS8}/step_time": BenchVerdict.REGRESSED,
         f"{BS1}/output_throughput": BenchVerdict.IMPROVED,
     }
-    assert [row.case for row in moved.judged[:3]] == list(ruled)
+    assert [row.case for row in moved.judged[:3]] == list(verdicts)
     assert (moved.title, moved.is_red, moved.reasons) == ("REGRESSED", True, ())
 
 
-def test_junit_maps_rulings_to_outcomes(moved: BenchReport) -> None:
+def test_junit_maps_verdicts_to_outcomes(moved: BenchReport) -> None:
     found = cases(junit.document(moved.rows))
     assert len(found) == len(moved.rows) == 3 * 2 * 5
     failures = [name for (suite, name), case in found.items() if "failure" in outcome(case)]
     assert failures == [f"{BS8}/tpot", f"{BS8}/step_time"]
     assert outcome(found["bench.candidate", f"{BS1}/output_throughput"]) == []
-    assert outcome(found["bench.planted", f"{BS8}/tpot"]) == []
+    assert outcome(found["bench.injected", f"{BS8}/tpot"]) == []
     [suite] = [
         s for s in Xml.fromstring(junit.document(moved.rows)) if "candidate" in s.attrib["name"]
     ]
@@ -98,10 +98,10 @@ def test_junit_carries_the_numbers(moved: BenchReport) -> None:
 
 
 def test_few_blocks_are_inconclusive_and_skipped_with_a_message() -> None:
-    few = book({}, blocks=3, workloads=ONE)
+    few = bench_report({}, blocks=3, workloads=ONE)
     found = cases(junit.document([row for row in few.rows if not row.is_control]))
     assert {tuple(outcome(case)) for case in found.values()} == {("error",)}
-    assert few.title == "INVALID"  # the planted slowdown cannot be seen in three blocks
+    assert few.title == "INVALID"  # the injected slowdown cannot be seen in three blocks
     alone = [replace(row, finding=replace(row.finding, evidence=e)) for row in few.judged[:1]
              for e in [replace(row.evidence, verdict=BenchVerdict.INCONCLUSIVE)]]  # fmt: skip
     [case] = cases(junit.document(alone)).values()
@@ -109,7 +109,7 @@ def test_few_blocks_are_inconclusive_and_skipped_with_a_message() -> None:
     assert "inconclusive" in case.find("skipped").attrib["message"]  # type: ignore[union-attr]
 
 
-def test_a_night_whose_control_failed_is_invalid_everywhere(broken: BenchReport) -> None:
+def test_a_run_whose_control_failed_is_invalid_everywhere(broken: BenchReport) -> None:
     assert (broken.title, broken.is_red) == ("INVALID", True)
     found = cases(junit.document(broken.rows))
     assert {tuple(outcome(c)) for (s, _), c in found.items() if s == "bench.candidate"} == {
@@ -136,8 +136,8 @@ LATENCIES = {
 }  # fmt: skip
 
 
-def test_latencies_stand_beside_the_ratios(tmp_path: Path) -> None:
-    for line in synthetic_bench.night({}, workloads=ONE):
+def test_latencies_follow_the_ratios(tmp_path: Path) -> None:
+    for line in synthetic_bench.run_lines({}, workloads=ONE):
         append(tmp_path / "bench.jsonl", line)
     ask = ["--out", str(tmp_path), str(tmp_path / "bench.jsonl")]
     assert command.main(ask) == 0
@@ -168,7 +168,7 @@ def test_latencies_stand_beside_the_ratios(tmp_path: Path) -> None:
 def test_latencies_that_are_none_are_refused(
     tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for line in synthetic_bench.night({}, workloads=ONE):
+    for line in synthetic_bench.run_lines({}, workloads=ONE):
         append(tmp_path / "bench.jsonl", line)
     (tmp_path / "latency.json").write_text(text)
     assert command.main(["--out", str(tmp_path), str(tmp_path / "bench.jsonl")]) == 2
@@ -177,7 +177,7 @@ def test_latencies_that_are_none_are_refused(
 
 
 def test_dropped_blocks_are_told(moved: BenchReport) -> None:
-    dropped = book(MOVED, blocks=12, invalid=(2, 7), workloads=ONE)
+    dropped = bench_report(MOVED, blocks=12, invalid=(2, 7), workloads=ONE)
     [row] = [row for row in dropped.judged if row.case == f"{BS8}/tpot"]
     assert (row.evidence.dropped, row.verdict) == (2, BenchVerdict.REGRESSED)
     assert "(+2 dropped)" in github.summary(dropped)
@@ -207,7 +207,7 @@ def test_a_long_summary_is_cut_to_sixty_lines_and_says_so(moved: BenchReport) ->
     [slow, *_] = moved.judged
     named = [replace(slow.workload, id=f"w{number}") for number in range(60)]
     found = tuple(replace(slow.finding, workload=workload) for workload in named)
-    many = BenchReport(replace(moved.night, findings=found), ())
+    many = BenchReport(replace(moved.run, findings=found), ())
     text = github.summary(many, notes=["a note"], link="bench.html")
     rows = text.count("| **regressed** |")
     assert len(text.splitlines()) <= github.MOST_LINES
@@ -221,8 +221,8 @@ def test_annotations_keep_to_one_line(moved: BenchReport) -> None:
     [row] = [row for row in moved.judged if row.case == f"{BS8}/tpot"]
     named = replace(row.workload, id="a,b:c\nd%")
     odd = replace(row.finding, workload=named, reasons=("100 %\r\n::error::",))
-    night = replace(moved.night, findings=(odd,))
-    [line] = github.remarks(BenchReport(night, ()))
+    run = replace(moved.run, findings=(odd,))
+    [line] = github.remarks(BenchReport(run, ()))
     assert line.startswith("::error title=regressed a%2Cb%3Ac%0Ad%25/tpot::a,b:c%0Ad%25/tpot")
     assert line.endswith("100 %25%0D%0A::error::")
 
@@ -258,12 +258,12 @@ def test_openmetrics_can_be_read_back(moved: BenchReport) -> None:
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
-    assert len(samples) == len(exports.GAUGES) * len(moved.rows)
+    assert len(samples) == len(exports.BENCH_GAUGES) * len(moved.rows)
     slower = samples["specgate_bench_slowdown", "candidate", BS8, "tpot"]
     assert slower.value == pytest.approx(SLOWER, abs=0.003)
     assert (slower.labels["a"], slower.labels["sku"]) == ("pinned", "cpu")
     assert samples["specgate_bench_red", "candidate", BS8, "tpot"].value == 1
-    assert samples["specgate_bench_red", "planted", BS8, "tpot"].value == 0
+    assert samples["specgate_bench_red", "injected", BS8, "tpot"].value == 0
     assert samples["specgate_bench_ratio_high", "candidate", BS1, "tpot"].value == math.inf
 
 
@@ -283,15 +283,15 @@ def test_numbers_in_xml(shown: str, value: float) -> None:
     assert number(value) == shown
 
 
-def test_shift_of_every_decile_is_the_planted_one() -> None:
-    lines = list(synthetic_bench.night({f"{BS1}/ttft": math.log(1.2)}, noise=0.0, blocks=3))
+def test_shift_of_every_decile_is_the_injected_one() -> None:
+    lines = list(synthetic_bench.run_lines({f"{BS1}/ttft": math.log(1.2)}, noise=0.0, blocks=3))
     session = next(one for one in lines if isinstance(one, Session) and one.role is Role.CANDIDATE)
     trials = [one for one in lines if isinstance(one, Trial)]
     rows = request_plots.shifts(session, trials)
     assert len(rows) == 2 * 2 * 9
     for row in rows:
-        planted = 0.2 if row["panel"] == f"{BS1}: TTFT" else 0.0
-        assert [row[key] for key in ("low", "shift", "high")] == pytest.approx([planted] * 3)
+        injected = 0.2 if row["panel"] == f"{BS1}: TTFT" else 0.0
+        assert [row[key] for key in ("low", "shift", "high")] == pytest.approx([injected] * 3)
 
 
 def test_conditions_are_told_in_run_order(moved: BenchReport) -> None:
@@ -305,14 +305,16 @@ def test_conditions_are_told_in_run_order(moved: BenchReport) -> None:
 
 
 def test_a_block_with_a_failed_trial_shifts_nothing() -> None:
-    lines = list(synthetic_bench.night({"ttft": 0.1}, noise=0.0, blocks=2, invalid=(0, 1)))
+    lines = list(synthetic_bench.run_lines({"ttft": 0.1}, noise=0.0, blocks=2, invalid=(0, 1)))
     session = next(one for one in lines if isinstance(one, Session) and one.role is Role.CANDIDATE)
     assert request_plots.shifts(session, [one for one in lines if isinstance(one, Trial)]) == []
 
 
 def test_waterfall_adds_up_to_tpot() -> None:
     effects = {"step_time": math.log(1.1), "accept_length": math.log(1.25), "tpot": math.log(0.9)}
-    rows = [row for row in book(effects, noise=0.0, workloads=ONE).rows if not row.is_control]
+    rows = [
+        row for row in bench_report(effects, noise=0.0, workloads=ONE).rows if not row.is_control
+    ]
     steps = {row["part"]: row for row in request_plots.halves(rows) if row["workload"] == BS8}
     # 1.1 / 1.25 = 0.88, so the rest must bring 0.9 / 0.88.
     ends = [1.1, 0.88, 0.9, 0.9]
@@ -327,9 +329,9 @@ def test_waterfall_adds_up_to_tpot() -> None:
     ]
 
 
-def nights(book: BenchReport) -> dict[tuple[str, str], Series]:
-    """The book's night and one before, and the same on another machine."""
-    entries = book.entries()
+def two_nights(report: BenchReport) -> dict[tuple[str, str], Series]:
+    """The run and one a night before, and the same on another machine."""
+    entries = report.entries()
     before = [replace(entry, night="2026-11-19T02:00:00+00:00") for entry in entries]
     other = [replace(entry, sku="NVIDIA B200") for entry in entries]
     return all_series([*before, *entries, *other])
@@ -337,7 +339,7 @@ def nights(book: BenchReport) -> dict[tuple[str, str], Series]:
 
 @pytest.fixture(scope="module")
 def followed(moved: BenchReport) -> str:
-    return page.page(moved, nights(moved))
+    return page.page(moved, two_nights(moved))
 
 
 def panels(text: str, figure: str) -> list[str]:
@@ -347,7 +349,7 @@ def panels(text: str, figure: str) -> list[str]:
 
 
 def test_a_case_without_a_block_has_no_change() -> None:
-    none = book({}, blocks=1, invalid=(0,), workloads=ONE)
+    none = bench_report({}, blocks=1, invalid=(0,), workloads=ONE)
     text = github.summary(none) + "".join(row.sentence for row in none.judged)
     assert "+0.0 %" not in text
     candidates = [row for row in none.rows if not row.is_control]
@@ -363,7 +365,7 @@ def test_numbers_of_a_summary_are_rounded(moved: BenchReport) -> None:
         replace(one, conditions=loads[one.place])
         if isinstance(one, Trial) and (one.session, one.block) == ("candidate", 3)
         else one
-        for one in synthetic_bench.night({}, workloads=ONE)
+        for one in synthetic_bench.run_lines({}, workloads=ONE)
     ]
     text = github.summary(BenchReport.of(busy)) + github.summary(moved)
     assert "1 × load: 0.01 to 0.79, accepted: others under half the cores" in text
@@ -372,7 +374,7 @@ def test_numbers_of_a_summary_are_rounded(moved: BenchReport) -> None:
     assert all(len(re.sub(r"^0\.0*|\.|e.*", "", number)) <= 4 for number in numbers)
 
 
-def test_one_night_has_no_history_and_one_kind_of_machine_no_map(moved: BenchReport) -> None:
+def test_one_run_has_no_history_and_one_kind_of_machine_no_map(moved: BenchReport) -> None:
     text = page.page(moved, all_series(moved.entries()))
     assert not re.findall(r'<section id="(history|heat)"', text)
     assert 'href="#history"' not in text
@@ -392,7 +394,7 @@ def test_a_change_has_one_sign_in_every_table_and_chart(moved: BenchReport) -> N
     ]
     assert cell["change"] == expected
     assert cell["delta1"] < cell["delta0"] < 0 < cell["low"] < cell["change"] < cell["high"]
-    series = nights(moved)
+    series = two_nights(moved)
     [entry, _] = series[row.case, "cpu"].entries
     assert entry.change == expected
     shown = f"{100 * (row.evidence.ratio - 1):+.1f} %"
@@ -408,12 +410,18 @@ def test_a_change_has_one_sign_in_every_table_and_chart(moved: BenchReport) -> N
 
 
 def test_an_outcome_has_one_colour() -> None:
-    worse, better = (charts.COLOURS[r] for r in (BenchVerdict.REGRESSED, BenchVerdict.IMPROVED))
+    worse, better = (
+        charts.VERDICT_COLOURS[r] for r in (BenchVerdict.REGRESSED, BenchVerdict.IMPROVED)
+    )
     assert {"slower": worse, "faster": better} == request_plots.WAYS
     assert (plots.AGAINST["worse"], plots.AGAINST["better"]) == (worse, better)
     arms = {colour for colour, _ in charts.ARMS.values()}
-    assert not arms & {*charts.COLOURS.values()}
-    assert len({*charts.COLOURS.values()}) == len({*charts.SHAPES.values()}) == len(BenchVerdict)
+    assert not arms & {*charts.VERDICT_COLOURS.values()}
+    assert (
+        len({*charts.VERDICT_COLOURS.values()})
+        == len({*charts.VERDICT_SHAPES.values()})
+        == len(BenchVerdict)
+    )
 
 
 def test_every_figure_has_a_label_and_text_that_can_be_read(followed: str) -> None:
@@ -464,10 +472,10 @@ def test_page_is_one_offline_document_with_every_plot(moved: BenchReport, follow
 
 
 def test_page_escapes_what_servers_are_called(moved: BenchReport) -> None:
-    [first, *_] = moved.night.findings
+    [first, *_] = moved.run.findings
     named = replace(first.session, a=replace(first.session.a, name="<b>&"))
-    night = replace(moved.night, findings=(replace(first, session=named),))
-    text = page.page(BenchReport(night, ()), {})
+    run = replace(moved.run, findings=(replace(first, session=named),))
+    text = page.page(BenchReport(run, ()), {})
     assert "&lt;b&gt;&amp;" in text
     assert "<b>&" not in text
 
@@ -479,7 +487,7 @@ def test_command_writes_everything_and_ends_with_the_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], effects: dict[str, float], code: int
 ) -> None:
     bench, out = tmp_path / "bench.jsonl", tmp_path / "deep" / "out"
-    for line in synthetic_bench.night(effects, workloads=ONE):
+    for line in synthetic_bench.run_lines(effects, workloads=ONE):
         append(bench, line)
     assert command.main([str(bench), "--out", str(out)]) == code
     text = capsys.readouterr().out

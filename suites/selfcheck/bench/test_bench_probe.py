@@ -1,4 +1,4 @@
-"""A probe tells what the machine did while a trial ran, and who else computed on it."""
+"""A monitor reports the conditions of the machine, and other processes on its GPU."""
 
 import os
 import socket
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness.bench import machine_monitor, nvml
-from harness.bench.machine_monitor import MachineMonitor, look
+from harness.bench.machine_monitor import MachineMonitor, problems_now
 
 
 class Gpu:
@@ -28,13 +28,13 @@ class Gpu:
         )
 
 
-def test_a_probe_tells_what_the_gpu_did_and_who_else_computed(monkeypatch):
+def test_a_monitor_reports_the_gpu_and_other_processes(monkeypatch):
     monkeypatch.setattr(machine_monitor, "PERIOD_S", 0.001)
     fake = Gpu()
-    with MachineMonitor(gpu=fake, present=frozenset({10})) as traced:
+    with MachineMonitor(gpu=fake, present=frozenset({10})) as monitor:
         while fake.reads < 5:
             time.sleep(0.001)
-    facts = traced.facts()
+    facts = monitor.facts()
     assert facts["foreign_processes"] == 2  # 10 was there before any server, 99 came
     assert facts["throttled"] == ("power brake",)
     assert facts["capped"] == pytest.approx(1 / fake.reads)
@@ -47,31 +47,31 @@ def test_without_a_gpu_only_the_host_is_told_and_our_own_work_is_no_load(monkeyp
     clocks = iter([(0.0, 100.0, 10.0), (10.0, 109.0, 16.0)])
     monkeypatch.setattr(MachineMonitor, "_clocks", lambda _: next(clocks))
     monkeypatch.setattr(machine_monitor.psutil, "cpu_count", lambda: 2)
-    with MachineMonitor() as traced:
+    with MachineMonitor() as monitor:
         pass
     # Nine seconds of work in ten, six of them ours, on two cores.
-    assert traced.facts() == {"load": pytest.approx(0.15)}
+    assert monitor.facts() == {"load": pytest.approx(0.15)}
 
 
 @pytest.mark.parametrize(
     ("busy", "said"), [(9.0, ["load: 0.9, accepted: others under half the cores"]), (4.0, [])]
 )
-def test_a_look_says_why_blocks_would_be_dropped(monkeypatch, busy, said):
+def test_problems_now_say_why_blocks_would_be_dropped(monkeypatch, busy, said):
     clocks = iter([(0.0, 0.0, 0.0), (10.0, busy, 0.0)])
     monkeypatch.setattr(MachineMonitor, "_clocks", lambda _: next(clocks))
     monkeypatch.setattr(machine_monitor.psutil, "cpu_count", lambda: 1)
-    assert [*look(MachineMonitor(), 0.0)] == said
+    assert [*problems_now(MachineMonitor(), 0.0)] == said
 
 
-def test_a_look_finds_who_computed_on_the_gpu_before():
+def test_problems_now_name_processes_on_the_gpu():
     fake = Gpu()
-    found = look(MachineMonitor(gpu=fake, present=fake.read().processes), 0.0)
+    found = problems_now(MachineMonitor(gpu=fake, present=fake.read().processes), 0.0)
     assert "foreign_processes: 2, accepted: no other process computes on the GPU" in found
 
 
 def test_our_work_is_that_of_this_process_and_of_the_servers():
-    with MachineMonitor(leaders=[2**22 - 1]) as traced:
-        wall, busy, own = traced._clocks()
+    with MachineMonitor(leaders=[2**22 - 1]) as monitor:
+        wall, busy, own = monitor._clocks()
     assert wall > 0
     assert 0.0 < own <= busy
 
@@ -94,7 +94,7 @@ def test_priority_is_raised_where_that_is_allowed(monkeypatch, fault):
             raise fault
 
     monkeypatch.setattr(machine_monitor.os, "setpriority", set_priority)
-    machine_monitor.rise()
+    machine_monitor.raise_priority()
     assert asked == [(machine_monitor.os.PRIO_PROCESS, 0, -10)]
 
 

@@ -1,4 +1,4 @@
-"""The self-check counts what its benchmarks blamed."""
+"""The self-check counts the verdicts of its benchmarks, and leaves none of them running."""
 
 import io
 from contextlib import contextmanager
@@ -15,15 +15,15 @@ from suites.selfcheck.bench.test_bench_findings import judged, records
 
 def test_a_selfcheck_counts_what_was_left_alone_and_what_was_found(tmp_path):
     records(tmp_path / "bench.jsonl", blocks=8, role=Role.INJECTED)
-    planted = judged(tmp_path / "bench.jsonl")
+    injected = judged(tmp_path / "bench.jsonl")
     records(tmp_path / "same.jsonl", ratio=1.0)
     same = judged(tmp_path / "same.jsonl")
-    good = selfcheck.outcome([same, planted], 61.0)
+    good = selfcheck.outcome([same, injected], 61.0)
     assert (good.left_alone, good.found, good.blocks) == (True, True, 8)
-    missed = selfcheck.outcome([planted], 1.0)
+    missed = selfcheck.outcome([injected], 1.0)
     assert not missed.left_alone
     swapped = selfcheck.SelfCheckOutcome(
-        same=good.planted, planted=good.same, blocks=1, seconds=1.0
+        same=good.injected, injected=good.same, blocks=1, seconds=1.0
     )
     assert (swapped.left_alone, swapped.found) == (False, False)
     text = io.StringIO()
@@ -36,13 +36,13 @@ def test_a_selfcheck_counts_what_was_left_alone_and_what_was_found(tmp_path):
 def test_a_selfcheck_runs_the_command_a_user_types(tmp_path, monkeypatch, capsys, ratio, code):
     commands = []
 
-    def bench_run(command, **_):
+    def bench_run(command):
         commands.append(command)
         out = Path(command[command.index("--out") + 1])
-        same, planted = tmp_path / "same", tmp_path / "planted"
+        same, injected = tmp_path / "same", tmp_path / "injected"
         for path, slower, role, name in (
             (same, 1.0, Role.SAME, "x"),
-            (planted, ratio, Role.INJECTED, "y"),
+            (injected, ratio, Role.INJECTED, "y"),
         ):
             records(path, ratio=slower, role=role)
             out.write_text(
@@ -55,7 +55,7 @@ def test_a_selfcheck_runs_the_command_a_user_types(tmp_path, monkeypatch, capsys
     def launched(spec, log):
         yield SimpleNamespace(url=spec.url)
 
-    monkeypatch.setattr(selfcheck.subprocess, "run", bench_run)
+    monkeypatch.setattr(selfcheck, "run_guarded", bench_run)
     monkeypatch.setattr(selfcheck, "launch", launched)
     assert selfcheck.main(["--runs", "2", "--out", str(tmp_path / "out")]) == code
     assert [command[1:4] for command in commands] == [["-m", "harness", "bench"]] * 2

@@ -9,7 +9,7 @@ from harness.bench.session_records import Role, Session, Trial
 
 WORDS = (
     "--a=embedded:pair=gqa",
-    "--sessions=A/A,planted",
+    "--sessions=A/A,injected",
     "--workloads=smoke-bs2-in32-out32",
     "--design=pairs",
     "--blocks-at-most=1",
@@ -20,7 +20,7 @@ WORDS = (
 
 @pytest.mark.usefixtures("recorded")
 def test_one_block_of_both_controls(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench, "rise", lambda: None)  # would outlive the test
+    monkeypatch.setattr(bench, "raise_priority", lambda: None)  # would outlive the test
     out = tmp_path / "bench.jsonl"
     assert bench.main([*WORDS, f"--out={out}"]) == 1  # controls alone are no verdict
     lines = list(read(out))

@@ -8,7 +8,7 @@ import pytest
 
 from harness.bench.arms import parse
 from harness.bench.load_generator import WorkloadRun, drive, one
-from harness.bench.measure import NumberedTrials, TrialSlot
+from harness.bench.measure import TrialMaker, TrialSlot
 from harness.bench.metrics import metrics
 from harness.bench.prompts import prompts
 from harness.bench.session_records import Sample, Workload
@@ -18,7 +18,7 @@ from harness.server.client.sglang import Answer, StreamChunk
 
 LOOP = Workload(id="loop", batch_size=2, input_len=3, output_len=5, requests=6)
 PROMPTS = [(n, 7, 7) for n in range(6)]
-SEAT = TrialSlot(session="candidate", block=3, place=1, arm="B")
+SLOT = TrialSlot(session="candidate", block=3, place=1, arm="B")
 
 
 def answer(tokens, *, cached=0, steps=2, counted=None):
@@ -34,7 +34,7 @@ def answer(tokens, *, cached=0, steps=2, counted=None):
 
 
 class Client:
-    """Streams two chunks behind an empty one; remembers who was in flight."""
+    """Streams two chunks after an empty one; records which prompts were in flight."""
 
     def __init__(self, log, *, cached=0, fails=(), last=5):
         self.log, self.cached, self.fails, self.last = log, cached, fails, last
@@ -67,7 +67,7 @@ def trials(log, **client):
         log.append(("flush", url))
         return Flushed(tries=2, seconds=0.5)
 
-    return NumberedTrials(
+    return TrialMaker(
         prompts=lambda _: PROMPTS,
         connect=lambda _: Client(log, **client),
         empty=empty,
@@ -88,7 +88,7 @@ def sample(ttft, latency, tokens, steps, gaps=(1.0,)):
 
 
 def test_metrics_by_hand():
-    # Decode times 80, 30, 60 ms; per token behind the first 8, 5, 3; per step 20, 10, 12.
+    # Decode times 80, 30, 60 ms; per token after the first 8, 5, 3; per step 20, 10, 12.
     first = WorkloadRun(
         samples=(sample(20, 100, 11, 4, (7.0, 9.0)), sample(50, 80, 7, 3)),
         failures=(),
@@ -148,9 +148,9 @@ def test_a_closed_loop_sends_every_prompt_once_and_holds_its_batch_size():
     assert 0.03 <= done.seconds < 1.0
 
 
-def test_every_measured_pass_is_behind_a_flush_and_warm_ups_are_not_counted():
+def test_every_measured_pass_follows_a_flush_and_warm_ups_are_not_counted():
     log = []
-    trial = trials(log).run(SEAT, parse("embedded:slowdown=0.05"), Server(), LOOP)
+    trial = trials(log).run(SLOT, parse("embedded:slowdown=0.05"), Server(), LOOP)
     words = [entry[0] for entry in log]
     assert words == ["sent"] * 6 + (["flush"] + ["sent"] * 6) * 2
     assert (trial.session, trial.block, trial.place, trial.arm) == ("candidate", 3, 1, "B")
@@ -166,7 +166,7 @@ def test_a_server_is_warmed_up_once_for_each_workload():
     log, warm, measured = [], ["sent"] * 6, (["flush"] + ["sent"] * 6) * 2
     made = trials(log)
     for workload in (LOOP, LOOP, replace(LOOP, id="other")):
-        made.run(SEAT, parse("embedded:"), Server(), workload)
+        made.run(SLOT, parse("embedded:"), Server(), workload)
     assert [entry[0] for entry in log] == [*warm, *measured, *measured, *warm, *measured]
 
 
@@ -177,18 +177,18 @@ def test_answers_are_checked_before_every_warm_up():
         log.append(("check", arm.pair, workload.id))
 
     made = replace(trials(log), check=check)
-    found = [made.run(SEAT, arm, Server(), LOOP) for _ in range(2)]
+    found = [made.run(SLOT, arm, Server(), LOOP) for _ in range(2)]
     assert [trial.conditions.correct for trial in found] == [True, True]
     assert [entry for entry in log if entry[0] == "check"] == [("check", "gqa", "loop")]
     assert log[0] == ("check", "gqa", "loop")
-    assert trials([]).run(SEAT, arm, Server(), LOOP).conditions.correct is None
+    assert trials([]).run(SLOT, arm, Server(), LOOP).conditions.correct is None
 
 
 def test_a_server_that_answers_wrongly_has_no_speed():
     def check(arm, client, workload):
         raise ContractError("prompt 3 of gqa: tokens: item 1 is 5, expected 6")
 
-    trial = replace(trials([]), check=check).run(SEAT, parse("embedded:"), Server(), LOOP)
+    trial = replace(trials([]), check=check).run(SLOT, parse("embedded:"), Server(), LOOP)
     assert trial.invalid == ("ContractError: prompt 3 of gqa: tokens: item 1 is 5, expected 6",)
     assert trial.metrics == {}
 
@@ -199,13 +199,13 @@ def test_a_server_that_answers_wrongly_has_no_speed():
 )
 def test_counts_are_exact_where_requests_come_one_by_one(batch_size, counts):
     workload = replace(LOOP, batch_size=batch_size)
-    assert trials([]).run(SEAT, parse("embedded:"), Server(), workload).counts == counts
+    assert trials([]).run(SLOT, parse("embedded:"), Server(), workload).counts == counts
 
 
-def test_a_server_that_does_not_slow_itself_is_asked_to_sleep_behind_the_warm_up():
+def test_a_server_that_does_not_slow_itself_is_asked_to_sleep_after_the_warm_up():
     log = []
-    arm = parse("url:http://server").planted(0.05)
-    trial = trials(log).run(SEAT, arm, Server(), LOOP)
+    arm = parse("url:http://server").slowed(0.05)
+    trial = trials(log).run(SLOT, arm, Server(), LOOP)
     assert [entry[0] for entry in log].index("slow_down") == 6
     # A step takes at least 5 ms: 10 ms of decoding over two steps.
     assert 0.05 * 0.005 <= trial.slept_s <= 0.1
@@ -214,16 +214,16 @@ def test_a_server_that_does_not_slow_itself_is_asked_to_sleep_behind_the_warm_up
     assert log[-1] == ("slow_down", None)  # an attached server is arm A as well
 
 
-def test_a_planted_sleep_is_taken_out_when_the_trial_breaks():
+def test_an_injected_sleep_is_removed_when_the_trial_breaks():
     log = []
     made = replace(trials(log), empty=lambda _: (_ for _ in ()).throw(Busy("400")))
-    trial = made.run(SEAT, parse("url:http://server").planted(0.05), Server(), LOOP)
+    trial = made.run(SLOT, parse("url:http://server").slowed(0.05), Server(), LOOP)
     assert trial.invalid == ("Busy: 400",)
     assert log[-1] == ("slow_down", None)
 
 
-def test_cached_tokens_behind_a_flush_refute_it():
-    trial = trials([], cached=2).run(SEAT, parse("embedded:"), Server(), LOOP)
+def test_cached_tokens_after_a_flush_refute_it():
+    trial = trials([], cached=2).run(SLOT, parse("embedded:"), Server(), LOOP)
     assert trial.conditions.cached_tokens == 24
     assert trial.conditions.flushed is False
 
@@ -236,7 +236,7 @@ def test_cached_tokens_behind_a_flush_refute_it():
     ],
 )
 def test_what_the_server_does_wrong_makes_the_trial_invalid(client, why):
-    trial = trials([], **client).run(SEAT, parse("embedded:"), Server(), LOOP)
+    trial = trials([], **client).run(SLOT, parse("embedded:"), Server(), LOOP)
     assert trial.metrics == {}
     assert any(line.startswith(why) for line in trial.invalid)
 
@@ -244,7 +244,7 @@ def test_what_the_server_does_wrong_makes_the_trial_invalid(client, why):
 def test_a_server_that_never_is_ready_makes_the_trial_invalid():
     server = Server()
     server.wait_ready = lambda: (_ for _ in ()).throw(ServerError("ended with 1"))
-    trial = trials([]).run(SEAT, parse("embedded:"), server, LOOP)
+    trial = trials([]).run(SLOT, parse("embedded:"), server, LOOP)
     assert trial.invalid == ("ServerError: ended with 1",)
     assert trial.conditions.flushed is False
 

@@ -1,4 +1,4 @@
-"""Waves toss a recorded coin, stop early, survive interruptions, and find what was planted."""
+"""Blocks have drawn orders, stop early, survive interruptions, and show an injected slowdown."""
 
 import random
 from dataclasses import replace
@@ -45,8 +45,8 @@ class FakeServer:
 class Lab:
     """Arms whose trials take what we say: a level a launch, noise of 1 %, drift, and no time."""
 
-    def __init__(self, monkeypatch, *, slower=0.0, planted=0.05, metrics=("step_time", "tpot")):
-        self.slower, self.planted, self.metrics = slower, planted, metrics
+    def __init__(self, monkeypatch, *, slower=0.0, injected=0.05, metrics=("step_time", "tpot")):
+        self.slower, self.injected, self.metrics = slower, injected, metrics
         self.events, self.up, self.most_up, self.dead = [], set(), 0, False
         self.trials, self.stop_after, self.load = 0, 10**9, 0.1
         monkeypatch.setattr(
@@ -62,7 +62,9 @@ class Lab:
         if self.trials > self.stop_after:
             raise KeyboardInterrupt
         noise = random.Random(f"{slot}{workload.id}").gauss(0.0, 0.01)
-        extra = (self.planted if arm.slowdown else 0.0) + (self.slower if arm.url[-1] == "8" else 0)
+        extra = (self.injected if arm.slowdown else 0.0) + (
+            self.slower if arm.url[-1] == "8" else 0
+        )
         time = 10.0 * (1 + extra) * (1 + noise) * (1 + 0.002 * self.trials)
         values = {"output_throughput": 1e3 / time, "accept_length": 2.0, "itl": 1.0}
         wrong = ("dead",) if self.dead else ()
@@ -72,7 +74,6 @@ class Lab:
             metrics={} if wrong else values | dict.fromkeys(self.metrics, time),
             samples=(),
             conditions=Conditions(load=self.load, failed=0, output_tokens=16),
-            mhz=None,
             flush_tries=1,
             flush_seconds=0.0,
             invalid=wrong,
@@ -114,7 +115,7 @@ def verdicts(found, role):
     return {f.metric: f.verdict for f in found if f.role is role}
 
 
-def test_equal_arms_are_ok_and_the_planted_slowdown_is_found(tmp_path, monkeypatch):
+def test_equal_arms_are_ok_and_the_injected_slowdown_is_found(tmp_path, monkeypatch):
     found = Lab(monkeypatch).run(tmp_path / "bench.jsonl")
     assert set(verdicts(found, Role.CANDIDATE).values()) == {BenchVerdict.OK}
     assert set(verdicts(found, Role.SAME)) == {
@@ -123,8 +124,8 @@ def test_equal_arms_are_ok_and_the_planted_slowdown_is_found(tmp_path, monkeypat
     assert verdicts(found, Role.INJECTED) == dict.fromkeys(
         ("step_time", "tpot"), BenchVerdict.REGRESSED
     )
-    night = verdict(found)
-    assert (night.verdict, night.reasons) == (BenchVerdict.OK, ())
+    run = verdict(found)
+    assert (run.verdict, run.reasons) == (BenchVerdict.OK, ())
     assert all(f.mde and 0.01 < f.mde < 0.06 for f in found if f.metric == "tpot")
     assert findings(read(tmp_path / "bench.jsonl")) == found
     # Four cases: 80 would do, none asks for less than 100; A/A pays for two directions and 1 %.
@@ -133,11 +134,11 @@ def test_equal_arms_are_ok_and_the_planted_slowdown_is_found(tmp_path, monkeypat
     assert set(scales(found)) == {("small", f.metric) for f in found if f.role is Role.SAME}
 
 
-def test_a_slower_candidate_is_blamed_for_time_and_throughput_alone(tmp_path, monkeypatch):
+def test_a_slower_candidate_is_rejected_for_time_and_throughput_alone(tmp_path, monkeypatch):
     found = Lab(monkeypatch, slower=0.06).run(tmp_path / "bench.jsonl")
-    night = verdict(found)
-    assert night.verdict is BenchVerdict.REGRESSED
-    assert verdicts(night.findings, Role.CANDIDATE) == {
+    run = verdict(found)
+    assert run.verdict is BenchVerdict.REGRESSED
+    assert verdicts(run.findings, Role.CANDIDATE) == {
         "step_time": BenchVerdict.REGRESSED,
         "tpot": BenchVerdict.REGRESSED,
         "output_throughput": BenchVerdict.REGRESSED,
@@ -150,36 +151,34 @@ def test_a_slower_candidate_is_blamed_for_time_and_throughput_alone(tmp_path, mo
 @pytest.mark.parametrize(
     ("lab", "roles", "why"),
     [
-        ({"planted": 0.0}, tuple(Role), "control planted slowdown: ok instead of regressed"),
+        ({"injected": 0.0}, tuple(Role), "control injected slowdown: ok instead of regressed"),
         ({}, (Role.CANDIDATE, Role.INJECTED), "control A/A: missing"),
-        ({}, (Role.CANDIDATE, Role.SAME), "control planted slowdown: missing"),
+        ({}, (Role.CANDIDATE, Role.SAME), "control injected slowdown: missing"),
     ],
 )
-def test_a_night_without_working_controls_is_invalid(tmp_path, monkeypatch, lab, roles, why):
-    night = verdict(Lab(monkeypatch, **lab).run(tmp_path / "bench.jsonl", roles=roles))
-    assert night.verdict is BenchVerdict.INVALID
-    assert any(why in reason for reason in night.reasons)
-    candidates = [f for f in night.findings if f.role is Role.CANDIDATE]
+def test_a_run_without_working_controls_is_invalid(tmp_path, monkeypatch, lab, roles, why):
+    run = verdict(Lab(monkeypatch, **lab).run(tmp_path / "bench.jsonl", roles=roles))
+    assert run.verdict is BenchVerdict.INVALID
+    assert any(why in reason for reason in run.reasons)
+    candidates = [f for f in run.findings if f.role is Role.CANDIDATE]
     assert {f.verdict for f in candidates} == {BenchVerdict.INVALID}
 
 
-def test_an_a_a_session_that_is_blamed_makes_the_night_invalid(tmp_path, monkeypatch):
+def test_a_rejected_a_a_session_makes_the_run_invalid(tmp_path, monkeypatch):
     found = Lab(monkeypatch).run(tmp_path / "bench.jsonl")
-    blamed = [
-        f.ruled(replace(f.evidence, verdict=BenchVerdict.IMPROVED))
+    rejected = [
+        f.with_evidence(replace(f.evidence, verdict=BenchVerdict.IMPROVED))
         if f.role is Role.SAME and f.metric == "tpot"
         else f
         for f in found
     ]
-    night = verdict(blamed)
-    assert night.verdict is BenchVerdict.INVALID
-    assert "control A/A: improved instead of ok or inconclusive" in night.reasons
+    run = verdict(rejected)
+    assert run.verdict is BenchVerdict.INVALID
+    assert "control A/A: improved instead of ok or inconclusive" in run.reasons
 
 
 @pytest.mark.parametrize("design", Design)
-def test_blocks_follow_the_coin_and_servers_of_a_wave_run_side_by_side(
-    tmp_path, monkeypatch, design
-):
+def test_blocks_have_the_drawn_orders_and_servers_run_side_by_side(tmp_path, monkeypatch, design):
     lab = Lab(monkeypatch)
     lab.run(
         tmp_path / "bench.jsonl",
@@ -256,7 +255,7 @@ def test_no_wave_begins_that_would_end_too_late(tmp_path, monkeypatch):
     assert {f.verdict for f in found} == {BenchVerdict.INCONCLUSIVE}
 
 
-def test_a_metric_that_one_arm_lacks_is_not_ruled_on(tmp_path, monkeypatch):
+def test_a_metric_that_one_arm_lacks_gets_no_verdict(tmp_path, monkeypatch):
     found = Lab(monkeypatch, metrics=("tpot",)).run(tmp_path / "bench.jsonl", blocks_at_most=1)
     assert {f.metric for f in found if f.role is Role.INJECTED} == {"tpot"}
     assert "step_time" not in {f.metric for f in found}

@@ -1,4 +1,4 @@
-"""E-values are those of a brute-force gambler, and rulings follow from them block by block."""
+"""E-values are those of bets computed one by one, and verdicts follow from them block by block."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 
 from fixtures.tables.margins import MARGINS, ROWS
+from harness.bench.load_generator import WorkloadRun
+from harness.bench.metrics import metrics
+from harness.bench.session_records import Sample
 from harness.bench.stats import simulation
 from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.design import Block, Design, draw_order
@@ -19,23 +22,36 @@ from harness.bench.stats.estimates import detectable, hodges_lehmann, interval, 
 from harness.bench.stats.margin import Bounds
 from harness.bench.stats.multiple_testing import (
     Control,
-    believe,
-    bonferroni,
-    control,
+    apply_controls,
+    apply_e_bh,
+    control_thresholds,
     e_bh,
-    nightly,
-    settle,
+    family_thresholds,
 )
 from harness.bench.stats.sequential_test import SequentialPlan, judge
 from harness.errors import ContractError, UsageError
 
 SLOTS = (0.011, -0.004, 0.2, 0.0, -0.03, 0.007, 0.015)
 TPOT = MARGINS["tpot"]
+PASS = WorkloadRun(
+    samples=(
+        Sample(
+            ttft_ms=5.0,
+            latency_ms=9.0,
+            chunk_gaps_ms=(2.0, 2.0),
+            completion_tokens=5,
+            spec_verify_ct=2,
+            cached_tokens=0,
+        ),
+    ),
+    failures=(),
+    seconds=0.01,
+)
 
 
-def gambler(effects: list[float], margin: float, calibrated: float) -> float:
-    """The e-value again, one bet at a time and in money instead of logarithms."""
-    purses = [0.25, 0.25, 0.25, 0.25]
+def wealth(effects: list[float], margin: float, calibrated: float) -> float:
+    """The e-value again, one bet at a time and without logarithms."""
+    parts = [0.25, 0.25, 0.25, 0.25]
     for n, effect in enumerate(effects):
         seen, scale = effects[:n], calibrated
         if n >= 3:
@@ -44,8 +60,8 @@ def gambler(effects: list[float], margin: float, calibrated: float) -> float:
             scale = max(1.4826 * mad, calibrated / 4)
         for i, rate in enumerate((0.5, 1.0, 2.0, 4.0)):
             gain = math.exp(rate * (effect - margin) / scale)
-            purses[i] *= 1 + 0.85 * (gain - 1 / gain) / (gain + 1 / gain)
-    return sum(purses)
+            parts[i] *= 1 + 0.85 * (gain - 1 / gain) / (gain + 1 / gain)
+    return sum(parts)
 
 
 def ours(effects: np.ndarray, margin: float, calibrated: float = 0.01) -> np.ndarray:
@@ -66,16 +82,16 @@ def session(effects, *, design=Design.PAIRS, metric=TPOT, n_max=16, invalid=(), 
     return blocks, plan
 
 
-def ruled(effects, **more):
+def evidence(effects, **more):
     return judge(*session(effects, **more))
 
 
-def test_every_coin_sequence_agrees_with_brute_force_and_the_mean_is_one():
+def test_every_sequence_of_orders_agrees_with_brute_force_and_the_mean_is_one():
     theta = 0.006
-    coins = np.array(list(itertools.product((-1.0, 1.0), repeat=len(SLOTS))))
-    effects = theta + coins * np.array(SLOTS)
+    signs = np.array(list(itertools.product((-1.0, 1.0), repeat=len(SLOTS))))
+    effects = theta + signs * np.array(SLOTS)
     final = ours(effects, theta)[:, -1]
-    assert final == pytest.approx([gambler(list(row), theta, 0.01) for row in effects])
+    assert final == pytest.approx([wealth(list(row), theta, 0.01) for row in effects])
     assert ours(effects, theta).mean(axis=0) == pytest.approx([1.0] * len(SLOTS))
     assert (ours(effects, theta + 0.01).mean(axis=0) <= 1.0).all()
     assert ours(effects, theta - 0.01).mean(axis=0)[-1] > 1.0
@@ -104,62 +120,62 @@ def test_scale_comes_from_earlier_blocks_alone():
 
 
 @pytest.mark.parametrize(
-    ("effect", "verdict", "blocks", "behind"),
+    ("effect", "verdict", "blocks", "field"),
     [
         (0.5, BenchVerdict.REGRESSED, 8, "e_regressed"),
         (-0.5, BenchVerdict.IMPROVED, 8, "e_improved"),
         (0.0, BenchVerdict.OK, 5, "e_equivalence"),
     ],
 )
-def test_rulings_stop_early_and_later_blocks_change_nothing(effect, verdict, blocks, behind):
-    found = ruled([effect] * blocks + [-effect] * 4)
+def test_verdicts_stop_early_and_later_blocks_change_nothing(effect, verdict, blocks, field):
+    found = evidence([effect] * blocks + [-effect] * 4)
     assert (found.verdict, found.over, found.blocks) == (verdict, True, blocks)
-    assert not ruled([effect] * (blocks - 1)).over
-    assert found.e_value == getattr(found, behind) >= 20.0
+    assert not evidence([effect] * (blocks - 1)).over
+    assert found.e_value == getattr(found, field) >= 20.0
     assert found.ratio == pytest.approx(math.exp(effect))
     assert found.low < found.ratio < found.high or found.low == 0
 
 
 def test_throughput_turns_the_sign_and_not_the_ratio():
-    found = ruled([0.5] * 8, metric=MARGINS["output_throughput"])
+    found = evidence([0.5] * 8, metric=MARGINS["output_throughput"])
     assert (found.verdict, found.ratio) == (BenchVerdict.IMPROVED, pytest.approx(math.exp(0.5)))
 
 
 def test_no_decision_within_n_max_is_inconclusive():
-    found = ruled([0.3, -0.3] * 3, n_max=6)
+    found = evidence([0.3, -0.3] * 3, n_max=6)
     assert (found.verdict, found.over, found.blocks) == (BenchVerdict.INCONCLUSIVE, True, 6)
-    empty = ruled([])
+    empty = evidence([])
     assert (empty.verdict, empty.over, empty.e_regressed) == (BenchVerdict.INCONCLUSIVE, False, 1.0)
     assert (empty.e_equivalence, empty.e_improved, empty.high) == (1.0, 1.0, math.inf)
     assert found.e_value == found.e_regressed
 
 
 def test_a_third_of_the_blocks_may_be_invalid_and_no_more():
-    assert ruled([0.5] * 12, invalid=(0, 3, 5, 9)).verdict is BenchVerdict.REGRESSED
-    found = ruled([0.5] * 13, invalid=(0, 3, 5, 9, 10))
+    assert evidence([0.5] * 12, invalid=(0, 3, 5, 9)).verdict is BenchVerdict.REGRESSED
+    found = evidence([0.5] * 13, invalid=(0, 3, 5, 9, 10))
     assert (found.verdict, found.over, found.dropped) == (BenchVerdict.INVALID, True, 5)
     assert found.reasons[1:] == ("throttled",)
-    hopeless = ruled([0.0] * 3, invalid=(0, 1, 2), n_max=4)
+    hopeless = evidence([0.0] * 3, invalid=(0, 1, 2), n_max=4)
     assert (hopeless.verdict, hopeless.blocks) == (BenchVerdict.INVALID, 0)
 
 
 def test_a_slowdown_that_the_clock_explains_is_invalid():
-    assert ruled([0.5] * 8, mhz=True).verdict is BenchVerdict.INVALID
+    assert evidence([0.5] * 8, mhz=True).verdict is BenchVerdict.INVALID
     blocks, plan = session([0.5] * 8, mhz=True)
     bare, _ = session([0.5] * 8)
     with pytest.raises(UsageError, match="mhz"):
         judge([*blocks[:7], bare[7]], plan)
 
 
-def test_a_session_answers_to_its_coin():
+def test_a_session_has_the_drawn_orders():
     blocks, plan = session([0.5] * 8)
     with pytest.raises(ContractError, match="block index = 2"):
         judge([*blocks[:1], *blocks[2:]], plan)
     other = Block(index=0, order=blocks[0].order[::-1], values=(1.0, 1.0))
     with pytest.raises(ContractError, match="block 0 order"):
         judge([other], plan)
-    heads = sum(draw_order("s", i, Design.QUADS) == "BAAB" for i in range(1000))
-    assert 430 < heads < 570
+    reversed_ = sum(draw_order("s", i, Design.QUADS) == "BAAB" for i in range(1000))
+    assert 430 < reversed_ < 570
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, 0.0, None, True])
@@ -183,11 +199,13 @@ def test_quads_forget_a_linear_drift():
 
 
 def test_families():
-    assert [bonferroni(k).reject_null for k in (1, 5, 10)] == pytest.approx([100.0, 100.0, 200.0])
-    assert nightly(20).reject_null == pytest.approx(400.0)
-    assert control(5).reject_null == pytest.approx(1000.0)  # five cases, two directions, one in 100
-    with pytest.raises(UsageError, match="cases = 11"):
-        bonferroni(11)
+    assert [family_thresholds(k).reject_null for k in (1, 5, 20)] == pytest.approx(
+        [100.0, 100.0, 400.0]
+    )
+    # Five cases, two directions, one in 100.
+    assert control_thresholds(5).reject_null == pytest.approx(
+        1000.0
+    )  # five cases, two directions, one in 100
     # K = 4 at 5 %: 80 for one, 40 each for two, 26.7 for three.
     assert e_bh({"a": 41.0, "b": 40.0, "c": 26.0, "d": 0.0}) == {"a", "b"}
     assert e_bh({"a": 79.0, "b": 30.0, "c": 27.0, "d": 0.0}) == {"a", "b", "c"}
@@ -196,21 +214,21 @@ def test_families():
         e_bh({"a": math.nan})
 
 
-def test_a_night_is_settled_and_believed():
-    worse, same, better = (ruled([x] * 8) for x in (0.5, 0.0, -0.5))
+def test_e_bh_and_controls_decide_a_run():
+    worse, same, better = (evidence([x] * 8) for x in (0.5, 0.0, -0.5))
     table = {"worse": worse, "same": same, "better": better}
-    settled = settle(table)
-    assert [found.verdict for found in settled.values()] == ["regressed", "ok", "improved"]
-    crowd = settle({"worse": worse} | {f"same {i}": same for i in range(20)})
+    judged = apply_e_bh(table)
+    assert [found.verdict for found in judged.values()] == ["regressed", "ok", "improved"]
+    crowd = apply_e_bh({"worse": worse} | {f"same {i}": same for i in range(20)})
     assert crowd["worse"].verdict is BenchVerdict.INCONCLUSIVE
     lost = replace(worse, verdict=BenchVerdict.INVALID)
-    many = settle({"worse": worse} | {f"lost {i}": lost for i in range(20)})
+    many = apply_e_bh({"worse": worse} | {f"lost {i}": lost for i in range(20)})
     assert many["worse"].verdict is BenchVerdict.INCONCLUSIVE
     assert many["lost 0"] == lost
-    assert believe(table, {Control.AA: same, Control.INJECTED: worse}) == table
-    night = believe(table, {Control.AA: better})
-    assert all(found.verdict.is_red for found in night.values())
-    assert [reason.split(":")[1] for reason in night["same"].reasons] == [
+    assert apply_controls(table, {Control.AA: same, Control.INJECTED: worse}) == table
+    invalid_run = apply_controls(table, {Control.AA: better})
+    assert all(found.verdict.is_red for found in invalid_run.values())
+    assert [reason.split(":")[1] for reason in invalid_run["same"].reasons] == [
         " improved instead of ok or inconclusive",
         " missing instead of regressed",
     ]
@@ -223,7 +241,7 @@ def test_estimates():
     low, high = interval([0.01] * 12)
     assert low < 0.01 < high
     assert high - 0.01 == pytest.approx(0.01 - low, abs=0.0011)
-    assert gambler([0.01] * 12, low, 0.01) >= 40 > gambler([0.01] * 12, low + 0.0005, 0.01)
+    assert wealth([0.01] * 12, low, 0.01) >= 40 > wealth([0.01] * 12, low + 0.0005, 0.01)
     assert spread([0.01, -0.02, 0.03]) == pytest.approx(1.4826 * 0.02)
     assert spread([0.0]) == pytest.approx(1e-4)
     with pytest.raises(UsageError, match="effects"):
@@ -239,42 +257,44 @@ def test_detectable_effect_grows_with_the_noise():
 
 def test_margins_table():
     assert len(MARGINS) == len(ROWS)
-    host = MARGINS["metadata_host"]
-    assert host.bounds(1000.0, 16).delta0 == pytest.approx(math.log(1.01))
-    widened = host.bounds(20.0, 16)
+    assert set(MARGINS) <= set(metrics([PASS]))
+    ttft = MARGINS["ttft"]
+    assert ttft.bounds(1000.0, 16).delta0 == pytest.approx(math.log(1.02))
+    widened = ttft.bounds(20.0, 16)
     assert widened.delta0 == pytest.approx(math.log(1.1))
-    assert widened.delta1 - widened.delta0 == pytest.approx(math.log(1.04 / 1.01))
+    assert widened.delta1 - widened.delta0 == pytest.approx(math.log(1.06 / 1.02))
     assert MARGINS["accept_length"].cost(0.5) == pytest.approx(math.log(2))
-    with pytest.raises(UsageError, match="metric = 'itl'"):
-        MARGINS["itl"].bounds(1.0, 16)
     with pytest.raises(UsageError, match="level = 0"):
-        host.bounds(0.0, 16)
+        ttft.bounds(0.0, 16)
 
 
-@pytest.mark.parametrize("name", [n for n in simulation.SCENES if "margin 0" in n])
+@pytest.mark.parametrize("name", [n for n in simulation.SCENARIOS if "margin 0" in n])
 def test_false_alarms_are_rare_whatever_the_noise(name):
-    found = simulation.simulate(simulation.SCENES[name], 3000).by_ruling
+    found = simulation.simulate(simulation.SCENARIOS[name], 3000).by_verdict
     assert found[BenchVerdict.REGRESSED] <= 0.01
     assert found[BenchVerdict.IMPROVED] <= 0.01
 
 
-def test_without_the_coin_the_second_place_is_blamed():
-    scene = simulation.SCENES["A/A, lognormal, margin 0"]
-    assert simulation.simulate(scene, 500, randomised=False).by_ruling[BenchVerdict.REGRESSED] > 0.1
+def test_without_randomised_orders_the_second_place_is_rejected():
+    scenario = simulation.SCENARIOS["A/A, lognormal, margin 0"]
+    assert (
+        simulation.simulate(scenario, 500, randomised=False).by_verdict[BenchVerdict.REGRESSED]
+        > 0.1
+    )
 
 
-def test_three_percent_are_found_and_none_are_equivalenceed_at_once():
-    found = simulation.simulate(simulation.SCENES["3% slower, quads, delta0 0.5 %"], 4000)
-    assert found.by_ruling[BenchVerdict.REGRESSED] >= 0.9 - 0.01
-    assert found.by_ruling[BenchVerdict.OK] <= 0.05
+def test_three_percent_are_found_and_rarely_accepted_as_equivalent():
+    found = simulation.simulate(simulation.SCENARIOS["3% slower, quads, delta0 0.5 %"], 4000)
+    assert found.by_verdict[BenchVerdict.REGRESSED] >= 0.9 - 0.01
+    assert found.by_verdict[BenchVerdict.OK] <= 0.05
     assert 8 <= found.blocks <= 16
 
 
 def test_short_trials_that_alternate_see_through_a_shared_host():
     shares = {
         (slowdown, design): simulation.simulate(
-            simulation.SCENES[f"{slowdown} slower, shared host, {design}"], 1000
-        ).by_ruling[BenchVerdict.REGRESSED]
+            simulation.SCENARIOS[f"{slowdown} slower, shared host, {design}"], 1000
+        ).by_verdict[BenchVerdict.REGRESSED]
         for slowdown in ("0%", "5%")
         for design in ("pairs", "quads", "thue_morse")
     }
@@ -284,4 +304,4 @@ def test_short_trials_that_alternate_see_through_a_shared_host():
 
 def test_the_simulation_prints_its_table(capsys):
     assert simulation.main(["--sessions", "20"]) == 0
-    assert capsys.readouterr().out.count("\n") == 1 + len(simulation.SCENES)
+    assert capsys.readouterr().out.count("\n") == 1 + len(simulation.SCENARIOS)

@@ -1,4 +1,4 @@
-"""Counts, conditions and the split of TPOT say what hand and formula say."""
+"""Counts, conditions and the decomposition of TPOT agree with hand and formula."""
 
 from __future__ import annotations
 
@@ -8,22 +8,27 @@ from dataclasses import replace
 import pytest
 
 from harness.bench.stats.bench_verdict import BenchVerdict
-from harness.bench.stats.counts import changes
 from harness.bench.stats.decomposition import decompose
 from harness.bench.stats.sequential_test import Evidence
-from harness.bench.stats.validity import CHECKS, Conditions, reasons, unasked
+from harness.bench.stats.validity import (
+    VALIDITY_CHECKS,
+    Conditions,
+    changed_counts,
+    reasons,
+    unasked,
+)
 from harness.errors import UsageError
 
 GOOD = Conditions(
     foreign_processes=0, throttled=(), capped=0.0, mhz=1980.0, celsius=60.0, machine="580/on",
-    pcie_full=True, load=0.1, as_pinned=True, failed=0, output_tokens=512, cached_tokens=0,
-    flushed=True, foreign_kernels=(), correct=True,
+    pcie_full=True, load=0.1, failed=0, output_tokens=512, cached_tokens=0,
+    flushed=True, correct=True,
 )  # fmt: skip
 BAD = {
     "foreign_processes": 1, "throttled": ("thermal",), "capped": 0.02, "mhz": 1950.0,
-    "celsius": 68.5, "machine": "580/off", "pcie_full": False, "load": 0.5, "as_pinned": False,
+    "celsius": 68.5, "machine": "580/off", "pcie_full": False, "load": 0.5,
     "failed": 1, "output_tokens": 511, "cached_tokens": 16, "flushed": False,
-    "foreign_kernels": ("memcpy",), "correct": False,
+    "correct": False,
 }  # fmt: skip
 
 
@@ -66,16 +71,16 @@ def test_good_conditions_and_those_nobody_asked():
     assert reasons([GOOD, replace(GOOD, mhz=1970.0, celsius=67.0)]) == ()
     assert reasons([replace(GOOD, capped=0.5)] * 2) == ()
     assert unasked([GOOD, GOOD]) == reasons([Conditions()]) == ()
-    assert set(unasked([Conditions()])) == set(BAD) == {name for name, _, _ in CHECKS}
+    assert set(unasked([Conditions()])) == set(BAD) == {name for name, _, _ in VALIDITY_CHECKS}
 
 
 def test_counts_are_red_either_way():
-    assert changes({"kernels": 3, "syncs": 0}, {"kernels": 3, "syncs": 0}) == {}
-    found = changes({"kernels": 3, "nodes": 9}, {"kernels": 2, "syncs": 0})
+    assert changed_counts({"kernels": 3, "syncs": 0}, {"kernels": 3, "syncs": 0}) == {}
+    found = changed_counts({"kernels": 3, "nodes": 9}, {"kernels": 2, "syncs": 0})
     assert found == {"kernels": (3, 2), "nodes": (9, None), "syncs": (None, 0)}
     for bad in (-1, 1.0, True, None):
         with pytest.raises(UsageError, match="obtained kernels = "):
-            changes({}, {"kernels": bad})
+            changed_counts({}, {"kernels": bad})
 
 
 def test_tpot_is_step_time_over_accept_length():

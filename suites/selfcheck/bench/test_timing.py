@@ -35,7 +35,7 @@ def test_the_host_clock_waits_first_and_times_the_call_alone() -> None:
     assert seen == ["idle", "call"]
 
 
-def test_the_finished_clock_waits_behind_the_call_too() -> None:
+def test_the_finished_clock_waits_after_the_call_too() -> None:
     seen: list[str] = []
     clock = finished_clock(lambda: seen.append("idle"), ticks(0, 2_000))
     assert clock(lambda: seen.append("call")) == 2.0

@@ -114,7 +114,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
     for name, (file, data) in contents.items():
         (tmp_path / file).write_bytes(data)
         found[name] = str(tmp_path / file)
-    monkeypatch.setattr(bench, "rise", lambda: None)  # would outlive the test
+    monkeypatch.setattr(bench, "raise_priority", lambda: None)  # would outlive the test
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

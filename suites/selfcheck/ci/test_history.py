@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,18 +76,18 @@ def test_alarm_is_at_365_and_noted_with_its_first_night() -> None:
 
 
 def test_false_alarms_are_rarer_than_one_in_365_nights() -> None:
-    # Fair bets: e is 0.15 or 1.85, as after one block of a night.
+    # Fair bets: e is 0.15 or 1.85, as after the one block of a night.
     random = np.random.default_rng(3)
-    coins = random.choice([0.15, 1.85], size=(300, 120))
+    e_values = random.choice([0.15, 1.85], size=(300, 120))
     level = np.zeros(300)
     alarmed = np.zeros(300, dtype=bool)
     for place in range(120):
-        level = (level + 1.0) * coins[:, place]
+        level = (level + 1.0) * e_values[:, place]
         alarmed |= level >= history.ALARM
     assert 0 < alarmed.mean() <= 120 / 365
-    one = history.detector(by_e(*coins[0]))
+    one = history.detector(by_e(*e_values[0]))
     expected = 0.0
-    for e in coins[0]:
+    for e in e_values[0]:
         expected = (expected + 1.0) * e
     assert one[-1] == pytest.approx(expected)
 
@@ -163,19 +164,27 @@ def test_series_are_told_apart_by_case_and_machine_and_sorted_by_night() -> None
     assert [e.night[8:10] for e in found["bs8/tpot", "NVIDIA H200"].entries] == ["02", "04"]
 
 
-@pytest.mark.parametrize("line", ["{}", "[]", "no", json.dumps({"format": 1, "verdict": "ok"})])
-def test_a_line_that_is_no_night_is_named(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "field"),
+    [
+        ("{}", "night = "),
+        ("[]", "line = "),
+        ("no", "line = 'no' is not accepted; accepted: Invalid JSON"),
+        (json.dumps({"format": 1, "verdict": "ok"}), "format = '1' is not accepted"),
+    ],
+)
+def test_a_line_that_is_no_night_is_named(tmp_path: Path, line: str, field: str) -> None:
     path = tmp_path / "history.jsonl"
     history.append(path, [night(1)])
     with path.open("a") as file:
         file.write(line + "\n")
-    with pytest.raises(UsageError, match=r"history\.jsonl:2: not a night of a history"):
+    with pytest.raises(UsageError, match=rf"history\.jsonl:2: {re.escape(field)}"):
         history.read(path)
 
 
 def test_a_benchmark_leaves_its_candidates_alone() -> None:
     one = BenchReport.of(
-        synthetic_bench.night({"tpot": 0.05}, workloads=synthetic_bench.WORKLOADS[1:])
+        synthetic_bench.run_lines({"tpot": 0.05}, workloads=synthetic_bench.WORKLOADS[1:])
     )
     entries = {entry.case: entry for entry in one.entries()}
     assert set(entries) == {f"bs8-in64-out32/{metric}" for metric in synthetic_bench.LEVELS}
@@ -188,7 +197,7 @@ def test_a_benchmark_leaves_its_candidates_alone() -> None:
     assert entries["bs8-in64-out32/ttft"].low is None  # five blocks bound nothing
 
 
-def test_image_is_what_both_arms_stand_on() -> None:
+def test_image_is_the_software_of_both_arms() -> None:
     gpu = replace(ENVIRONMENT, driver="580.1", cuda="13.0", commit="abc")
     assert image(gpu) == "platform Linux, driver 580.1, cuda 13.0, torch 2.13.0"
 

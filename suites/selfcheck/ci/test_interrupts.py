@@ -93,7 +93,7 @@ def test_an_interrupted_benchmark_says_how_to_go_on(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(bench, "BenchRun", Run)
-    monkeypatch.setattr(bench, "rise", lambda: None)  # would outlive the test
+    monkeypatch.setattr(bench, "raise_priority", lambda: None)  # would outlive the test
     monkeypatch.setattr(bench.signal, "signal", lambda *_: None)
     words = ["--a", "embedded:", "--b", "embedded:", "--out", str(out)]
     for given in (words, [*words, "--resume"]):

@@ -106,7 +106,7 @@ def test_benchmark_compares_two_environments_with_controls(sm: str, backend: str
     assert list(night)[-2:] == ["server", "bench"]
     assert stage.needs == ("reference", "candidate")
     asked = bench_options(stage)
-    assert asked.sessions == "candidate,A/A,planted"
+    assert asked.sessions == "candidate,A/A,injected"
     sides = [arms.parse(option(stage, side)) for side in ("--a", "--b")]
     pythons = [
         ROOT / ".tox" / "pins" / name / "bin" / "python" for name in ("sglang-0.5.14", "sglang")
@@ -148,7 +148,7 @@ def test_the_benchmark_is_told_more_and_the_last_word_wins() -> None:
     night = plan_of(options=("--seconds", "60.5", "--design", "pairs"))
     asked = bench_options(night["bench"])
     assert (asked.seconds, asked.design) == (60.5, "pairs")
-    assert asked.planted == bench_options(plan_of()["bench"]).planted
+    assert asked.injected == bench_options(plan_of()["bench"]).injected
 
 
 def test_an_installed_python_needs_no_environment() -> None:

@@ -183,7 +183,7 @@ def test_a_night_is_green_only_with_its_stages_and_its_benchmark(
         for line in (
             ()
             if effects is None
-            else synthetic_bench.night(effects, workloads=synthetic_bench.WORKLOADS[1:])
+            else synthetic_bench.run_lines(effects, workloads=synthetic_bench.WORKLOADS[1:])
         ):
             append(folder / stages.BENCH, line)
         return {stage.name: code if stage.name == "server" else 0 for stage in night}

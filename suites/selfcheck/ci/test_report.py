@@ -204,7 +204,7 @@ def test_page_says_when_the_trials_were_recorded() -> None:
 
 
 def test_matrix_is_whole_at_every_width() -> None:
-    css = (report.HERE / "report.css").read_text(encoding="utf-8")
+    css = (report.REPORT_FOLDER / "report.css").read_text(encoding="utf-8")
     assert re.search(r'\.matrix th\[scope="row"\][^}]*position: sticky;\s*left: 0;', css)
     assert not re.search(
         r"^[^{}]*\b(header|main|\.matrix)\b[^{}]*\{[^}]*max-width", css, re.MULTILINE

@@ -16,17 +16,17 @@ from fixtures.plan import trials
 
 def test_every_trial_of_the_sample_is_planned() -> None:
     planned = {
-        f"{sanitize.TEST}[{case.id}-{subject.name}-{execution}]"
+        f"{sanitize.CASE_TEST}[{case.id}-{subject.name}-{execution}]"
         for case, subject, execution in trials()
     }
-    for check in sanitize.CHECKS:
+    for check in sanitize.SANITIZER_CHECKS:
         sample = sanitize.trials(check.execution)
         assert len(sample) == 10
         assert set(sample) <= planned
 
 
 def test_a_capture_keeps_the_allocator_it_needs() -> None:
-    uncached = [check.execution for check in sanitize.CHECKS if check.environment]
+    uncached = [check.execution for check in sanitize.SANITIZER_CHECKS if check.environment]
     assert uncached == ["eager"]
 
 
