@@ -1,4 +1,4 @@
-"""From names to an engine: a pair of models on a subject's backends, eager or replayed."""
+"""Engines by name: a pair of models on a subject's backends, eager or replayed."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class EngineBuilder:
         )
 
     def _round_plan(self, spec_config: SpecConfig) -> RoundPlan | None:
-        """What captured phases of a v2 round share; v1 extends by what was accepted."""
+        """The plan that captured phases of a v2 round share; v1 extends by accepted tokens."""
         shares = (
             spec_config.version is SpecVersion.V2
             and spec_config.num_steps > 1
@@ -195,7 +195,7 @@ class EngineBuilder:
     def _replayed(
         self, kind: Any, phase: Any, pool: KVPool, mode: ForwardMode, width: int
     ) -> GraphPhase[Any]:
-        """The phase behind a captured runner; the target reads no hidden states."""
+        """The phase with a captured runner; the target reads no hidden states."""
         hidden = None if kind is TargetVerifyRunner else self._pair.draft.config.hidden_size
         runner = kind(
             forward=phase.forward,

@@ -1,1 +1,1 @@
-"""A small speculative engine; it meets backends only through the interface."""
+"""A small speculative engine over the interface of attention backends."""

@@ -1,7 +1,7 @@
-"""Accept and reject, as pure functions of tensors: batched, and without a single host read.
+"""Acceptance of drafts: batched, pure functions of tensors without host syncs.
 
-A chain is what topk = 1 leaves of a draft tree. Its first token is the *bonus* token, which the
-target emitted last and has not yet computed; the others are drafts.
+A chain is a draft tree with topk = 1. Its first token is the *bonus* token, the last one that the
+target emitted, without keys and values yet; the others are drafts.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from harness.errors import CapacityError, ContractError, UsageError, rejected
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What a greedy verify decided for bs chains of num_draft_tokens tokens.
+    """The result of a greedy verify of bs chains of num_draft_tokens tokens.
 
     Args:
         accept_lens: [bs] int32, 1 + the matched drafts: the tokens the round emits.
-        predicted: [bs, num_draft_tokens] int64, the target's choice behind every chain token.
+        predicted: [bs, num_draft_tokens] int64, the target's choice after every chain token.
         emitted: [bs, num_draft_tokens] bool, which of ``predicted`` are emitted.
         bonus: [bs] int64, the last emitted token: the next chain starts with it.
     """
@@ -47,14 +47,14 @@ def build_chain(
 def fill_full_mask(mask: torch.Tensor, seq_lens: torch.Tensor, num_draft_tokens: int) -> None:
     """Write the FULL_MASK of bs chains into a flat bool buffer, in place.
 
-    A request owns num_draft_tokens rows of seq_len + num_draft_tokens columns, request after
-    request. Row j sees the committed tokens and the chain up to and including j. What lies behind
-    the last request stays untouched.
+    A request has num_draft_tokens rows of seq_len + num_draft_tokens columns, request after
+    request. Row j sees the committed tokens and the chain up to and including j. Elements after
+    the last request stay unchanged.
 
     Args:
         mask: flat bool buffer, at least as long as the mask.
         seq_lens: [bs] committed tokens, any integer dtype.
-        num_draft_tokens: tokens a chain.
+        num_draft_tokens: tokens per chain.
 
     Raises:
         ContractError: the buffer is not flat bool.
@@ -71,7 +71,7 @@ def fill_full_mask(mask: torch.Tensor, seq_lens: torch.Tensor, num_draft_tokens:
         raise CapacityError(rejected("mask elements", mask.numel(), f"at least {shortest}"))
     widths = seq_lens.long() + num_draft_tokens
     ends = (widths * num_draft_tokens).cumsum(0)
-    # Lengths live on the device, so every element of the buffer asks which request owns it.
+    # Lengths live on the device, so the request of every element of the buffer is searched for.
     place = torch.arange(mask.numel(), device=mask.device)
     owner = torch.searchsorted(ends, place, right=True)
     request = owner.clamp(max=bs - 1)
@@ -83,11 +83,11 @@ def fill_full_mask(mask: torch.Tensor, seq_lens: torch.Tensor, num_draft_tokens:
 
 
 def verify_greedy(chain: torch.Tensor, logits: torch.Tensor) -> Acceptance:
-    """Accept the longest prefix of drafts the target would have chosen itself.
+    """Accept the longest prefix of drafts that equal the target's choices.
 
     Args:
         chain: [bs, num_draft_tokens] int64.
-        logits: [bs * num_draft_tokens, vocab], the target's, a row a chain token.
+        logits: [bs * num_draft_tokens, vocab], the target's, one row per chain token.
     """
     predicted = logits.argmax(-1).view(chain.shape)
     matched = (predicted[:, :-1] == chain[:, 1:]).long().cumprod(1)

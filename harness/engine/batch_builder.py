@@ -1,4 +1,4 @@
-"""Forward batches of every phase, built from where each request stands."""
+"""Forward batches of every phase, built from the state of each request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class BatchBuilder:
     """Batches over one model's KV pool.
 
     Args:
-        req_to_token_pool: where tokens live; shared by target and draft.
+        req_to_token_pool: slots of each request's tokens; shared by target and draft.
         kv_pool: the model's own keys and values.
     """
 
@@ -26,7 +26,7 @@ class BatchBuilder:
 
     @property
     def device(self) -> torch.device:
-        """Where batches live."""
+        """The device of the batches."""
         return self.req_to_token_pool.req_to_token.device
 
     def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -41,12 +41,12 @@ class BatchBuilder:
         ids: torch.Tensor,
         needs_cpu_seq_lens: bool,
     ) -> ForwardBatch:
-        """Prefill: lens new tokens of each request behind its first starts tokens.
+        """Prefill: lens new tokens of each request after its first starts tokens.
 
         Args:
             rows: rows of the request-to-token table.
-            starts: tokens a request has in the cache.
-            lens: tokens a request gets.
+            starts: cached tokens of each request.
+            lens: new tokens of each request.
             ids: [sum of lens] int64, request after request.
             needs_cpu_seq_lens: whether a backend reads lengths on the host.
         """
@@ -77,13 +77,13 @@ class BatchBuilder:
         advanced: int = 0,
         spec_info: SpecInput | None = None,
     ) -> ForwardBatch:
-        """The same number of tokens of each request, behind its committed ones.
+        """The same number of tokens of each request, after its committed ones.
 
         Args:
             mode: the phase.
-            state: where the requests stand.
+            state: of the requests.
             ids: [bs * width] int64, request after request.
-            width: query tokens a request.
+            width: query tokens per request.
             advanced: how many of them the mode's seq_lens count.
             spec_info: the EAGLE input of the phase.
         """
@@ -101,7 +101,7 @@ class BatchBuilder:
         )
 
     def positions(self, state: BatchState, width: int) -> torch.Tensor:
-        """[bs, width] int64 positions behind the committed tokens."""
+        """[bs, width] int64 positions after the committed tokens."""
         return state.seq_lens[:, None] + torch.arange(width, device=self.device)
 
     def batch(

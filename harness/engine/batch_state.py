@@ -1,4 +1,4 @@
-"""What running requests carry from one round to the next."""
+"""The state of running requests between two rounds, and a round's output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class DraftState:
-    """Where a draft model left off, a row a request.
+    """The draft model's state after a round, one row per request.
 
     Args:
         topk_p: [bs, 1] float32, the probability of its next token.
@@ -31,9 +31,9 @@ class BatchState:
         rows: [bs] int64, rows of the request-to-token table.
         seq_lens: [bs] int64, committed tokens: those with keys and values in the target's pool.
         bonus: [bs] int64, the token emitted last; it follows the committed ones.
-        seq_lens_cpu: [bs] int64 mirror on the host, or None where no backend reads it. Under
-            overlap it runs ahead: the last round is counted as if everything had been accepted.
-        proposal: where the draft model left off; None without speculation.
+        seq_lens_cpu: [bs] int64 seq_lens on the host, None where no backend reads it. Under overlap
+            an upper bound: the last round is counted as if everything had been accepted.
+        draft_state: of the draft model; None without speculation.
     """
 
     rows: torch.Tensor
@@ -50,10 +50,10 @@ class BatchState:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one round emitted.
+    """The tokens emitted by one round.
 
     Args:
-        accept_lens: [bs] int32, tokens emitted a request.
+        accept_lens: [bs] int32, tokens emitted per request.
         predicted: [bs, width] int64; the first accept_len of each row are emitted.
     """
 
@@ -100,7 +100,7 @@ def join(first: BatchState, second: BatchState) -> BatchState:
 
 
 def concatenate(draft_states: Sequence[DraftState]) -> DraftState:
-    """Proposals one behind the other."""
+    """The draft states of several batches as one."""
     return DraftState(
         torch.cat([p.topk_p for p in draft_states]),
         torch.cat([p.topk_index for p in draft_states]),

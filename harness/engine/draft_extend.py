@@ -1,4 +1,4 @@
-"""The draft catching up with what was verified: accepted tokens alone (v1) or all of them (v2)."""
+"""Draft extend after a verify: over the accepted tokens alone (v1) or all of them (v2)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class DraftExtend:
     Args:
         phase: the draft's forward.
         batches: batches over the draft's pool.
-        version: which rows it computes.
-        mirror: whether a backend reads lengths on the host.
+        version: v1 computes accepted rows, v2 all.
+        needs_cpu_seq_lens: whether a backend reads lengths on the host.
     """
 
     phase: Phase[LogitsProcessorOutput]
@@ -37,12 +37,12 @@ class DraftExtend:
     needs_cpu_seq_lens: bool
 
     def __call__(self, state: BatchState, accepted: Acceptance, hidden: torch.Tensor) -> DraftState:
-        """What the draft proposes behind the accepted tokens.
+        """The draft's state after the accepted tokens.
 
         Args:
-            state: where the requests stood before the round.
-            accepted: what the round's verify decided.
-            hidden: [bs * num_draft_tokens, hidden] of the target, a row a chain token.
+            state: of the requests before the round.
+            accepted: result of the round's verify.
+            hidden: [bs * num_draft_tokens, hidden] of the target, one row per chain token.
         """
         extend = self._ragged if self.version is SpecVersion.V1 else self._uniform
         return extend(state, accepted, hidden)
@@ -66,7 +66,7 @@ class DraftExtend:
         return self._run(batch, last_ragged_rows(lens))
 
     def _uniform(self, state: BatchState, accepted: Acceptance, hidden: torch.Tensor) -> DraftState:
-        """Every chain token, accepted or not: the rejected ones are written over later."""
+        """Every chain token, accepted or not: the rejected ones are overwritten later."""
         width = accepted.predicted.shape[1]
         batch = self.batches.uniform(
             ForwardMode.DRAFT_EXTEND_V2,

@@ -29,12 +29,12 @@ class EagleWorker:
 
     Args:
         phases: its forwards.
-        speculation: how far it speculates.
-        req_to_token_pool: where tokens live; the draft shares it, slot for slot.
+        spec_config: how far it speculates.
+        req_to_token_pool: slots of each request's tokens; target and draft use the same.
         target_pool: the target's keys and values.
         draft_pool: the draft's, with as many slots.
-        streams: the queues of an overlapping v2 worker, None to plan where it is due.
-        chunk_size: most prompt tokens a request and forward, None for whole prompts.
+        streams: the queues of an overlapping v2 worker, None for no overlap.
+        chunk_size: most prompt tokens per request and forward, None for whole prompts.
 
     Raises:
         UsageError: a plan stream under v1, steps without a draft phase, pools of unequal size.
@@ -113,7 +113,7 @@ class EagleWorker:
         )
 
     def _verify_batch(self, state: BatchState) -> ForwardBatch:
-        """A verify whose chain is still to be written."""
+        """A verify batch whose chain is still to be written."""
         width = self._spec_config.num_draft_tokens
         chain = torch.zeros(state.bs * width, dtype=torch.int64, device=self._target.device)
         spec_info = EagleVerifyInput(chain, width)
@@ -150,7 +150,7 @@ class EagleWorker:
         return self._phases.draft.run(batch).draft_tokens
 
     def _write_chain(self, batch: ForwardBatch, state: BatchState, drafts: torch.Tensor) -> None:
-        """Fill in place what the verify was laid out with."""
+        """Write the chain, and the mask if there is one, into the verify batch in place."""
         spec_info = batch.spec_info
         assert isinstance(spec_info, EagleVerifyInput)
         chain = build_chain(state.bonus, drafts, spec_info.draft_token_num)
@@ -177,7 +177,7 @@ class EagleWorker:
         return after, StepOutput(accepted.accept_lens, accepted.predicted)
 
     def _ahead(self, state: BatchState, seq_lens: torch.Tensor) -> torch.Tensor | None:
-        """The host's idea of seq_lens; under overlap the round's outcome is not there yet."""
+        """seq_lens on the host; under overlap an upper bound, since the round may still run."""
         if not self._needs_cpu_seq_lens:
             return None
         if self._overlap:

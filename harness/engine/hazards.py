@@ -1,4 +1,4 @@
-"""Two queues, what each operation reads and writes, and which of them race."""
+"""Data races between the operations of two queues."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Queue(StrEnum):
-    """Where an operation runs."""
+    """The queue of an operation."""
 
     MAIN = "main"
     PLAN = "plan"
@@ -19,8 +19,8 @@ class Operation:
     """One recorded operation.
 
     Args:
-        queue: where it was issued.
-        name: what it does.
+        queue: that it was issued to.
+        name: its name.
         reads: resources it reads.
         writes: resources it writes.
         after: how many operations of the other queue had to be finished before it.
@@ -35,13 +35,13 @@ class Operation:
 
 @dataclass(frozen=True)
 class Hazard:
-    """Two operations that touch a resource in no certain order, or in the wrong one.
+    """Two accesses to a resource in no certain order, or in the wrong one.
 
     Args:
         kind: RAW, WAR or WAW: read after write, write after read, write after write.
-        first: the operation that has to come first.
-        second: the one that has to come second.
-        resource: what both touch.
+        first: the operation that must come first.
+        second: the operation that must come second.
+        resource: that both access.
     """
 
     kind: str
@@ -56,7 +56,7 @@ class Hazard:
 
 
 def find_hazards(issued: Sequence[Operation]) -> list[Hazard]:
-    """Races between the two queues, and reads of what nobody has written yet but somebody will."""
+    """Races between the two queues, and reads of a resource before its first write."""
     hazards = []
     places = _places(issued)
     for later, second in enumerate(issued):

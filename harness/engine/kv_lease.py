@@ -1,7 +1,7 @@
-"""Whole pages for requests: what is committed and what is allocated are two numbers.
+"""Leases of whole pages: a request's committed tokens and allocated tokens are two numbers.
 
-A round of speculation writes further than it commits. The pages behind the committed tokens stay
-with the request as head-room, because its next round needs them again; they go back with the rest
+A round of speculation writes further than it commits. The pages after the committed tokens stay
+allocated as headroom, because the next round needs them again; they are released with the rest
 when the request finishes, is aborted or is retracted.
 """
 
@@ -19,13 +19,13 @@ from harness.upstream.memory_pool import KVPool, SWAKVPool
 
 @dataclass
 class Lease:
-    """What one request holds.
+    """The row and pages of one request.
 
     Args:
         row: its row of the request-to-token table.
         committed: tokens whose keys and values count.
         pages: full-pool pages, in token order.
-        swa_pages: sliding-window pages, one a full page where the pool is hybrid.
+        swa_pages: sliding-window pages, one per full page where the pool is hybrid.
         shared: how many of the first pages belong to a prefix cache.
     """
 
@@ -44,7 +44,7 @@ class SlotTable:
         req_to_token_pool: the table; target and draft share it, slot for slot.
         allocator: pages of the full pool.
         kv_pool: the target's pool; its full-to-SWA mapping is kept up to date if it has one.
-        swa_allocator: pages of the sliding-window pool, exactly where kv_pool is hybrid.
+        swa_allocator: pages of the sliding-window pool, given exactly where kv_pool is hybrid.
 
     Raises:
         UsageError: page sizes differ, or a hybrid pool and its allocator do not come together.
@@ -77,30 +77,30 @@ class SlotTable:
         """A lease without tokens.
 
         Raises:
-            CapacityError: every row is taken.
+            CapacityError: no row is free.
         """
         return Lease(row=self.req_to_token_pool.alloc(1)[0])
 
     @property
     def capacity(self) -> int:
-        """Tokens that one request can hold if it is alone."""
+        """Most tokens of a request that runs alone."""
         allocators = (self.allocator, self.swa_allocator or self.allocator)
         return min(pages.num_pages - 1 for pages in allocators) * self.page_size
 
     def allocated(self, lease: Lease) -> int:
-        """Tokens the lease's pages hold."""
+        """Tokens that fit the lease's pages."""
         return len(lease.pages) * self.page_size
 
     def pages_for(self, tokens: int) -> int:
-        """Whole pages that hold so many tokens."""
+        """Whole pages for so many tokens."""
         return -(-tokens // self.page_size)
 
     def missing(self, lease: Lease, tokens: int) -> int:
-        """Pages that a reservation of so many tokens would take."""
+        """Pages that a reservation of so many tokens would allocate."""
         return max(self.pages_for(lease.committed + tokens) - len(lease.pages), 0)
 
     def share(self, lease: Lease, pages: list[int]) -> None:
-        """Begin a lease with pages that a prefix cache keeps; their tokens are committed.
+        """Begin a lease with pages of a prefix cache; their tokens are committed.
 
         Raises:
             ContractError: the lease has tokens already.
@@ -112,7 +112,7 @@ class SlotTable:
         lease.committed = len(pages) * self.page_size
 
     def reserve(self, lease: Lease, tokens: int) -> None:
-        """Hold pages for the committed tokens and so many more; all of them or none.
+        """Allocate pages for the committed tokens and so many more; all of them or none.
 
         Raises:
             CapacityError: pages or columns of the table do not suffice; nothing has changed.
@@ -138,19 +138,19 @@ class SlotTable:
         self._write(lease, pages)
 
     def commit(self, lease: Lease, tokens: int) -> None:
-        """Count so many more tokens as computed and kept.
+        """Commit so many more tokens.
 
         Raises:
             ContractError: the lease is released, or they do not fit its pages.
         """
         self._require_open(lease)
-        room = self.allocated(lease) - lease.committed
-        if not 0 <= tokens <= room:
-            raise ContractError(rejected("committed tokens", tokens, f"0 … {room}"))
+        most = self.allocated(lease) - lease.committed
+        if not 0 <= tokens <= most:
+            raise ContractError(rejected("committed tokens", tokens, f"0 … {most}"))
         lease.committed += tokens
 
     def release(self, lease: Lease, kept: Collection[int] = ()) -> None:
-        """Give everything back but shared pages and those that a prefix cache keeps.
+        """Free the row and all pages but shared ones and those that a prefix cache keeps.
 
         Raises:
             ContractError: the lease is released already.

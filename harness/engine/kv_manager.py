@@ -1,4 +1,4 @@
-"""What requests hold of the pools, and what a prefix cache keeps of it when they let go."""
+"""The KV cache manager: leases of requests and the prefix cache."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from harness.errors import CapacityError, UsageError, rejected
 
 @dataclass(frozen=True, kw_only=True)
 class KVUsage:
-    """Who has the pages: free, cached and held ones are all there are.
+    """Numbers of free, cached and held pages, which add up to the total.
 
     Args:
         total_pages: without the padding page.
-        free_pages: nobody's.
-        cached_pages: the prefix cache's.
-        held_pages: those that running requests do not share with it.
-        held_rows: requests that hold any.
+        free_pages: in the allocator.
+        cached_pages: in the prefix cache.
+        held_pages: of running requests, without those shared with the prefix cache.
+        held_rows: running requests.
     """
 
     total_pages: int
@@ -32,15 +32,15 @@ class KVUsage:
 
 
 class KVCacheManager:
-    """Leases of requests, begun with what a prefix cache knows of them.
+    """Gives requests leases, which begin with pages of the prefix cache.
 
     Args:
-        slots: where leases come from.
-        streams: the queues that the request-to-token table is written from.
+        slots: makes the leases.
+        streams: the queues that writes to the request-to-token table are issued to.
         cache: over the slots' allocator; without one every prompt is computed whole.
 
     Raises:
-        UsageError: a prefix cache is to share pages whose sliding windows have slots of their own.
+        UsageError: a prefix cache for a hybrid pool, whose sliding windows have their own slots.
     """
 
     def __init__(self, slots: SlotTable, streams: PlanStream, cache: PrefixCache | None) -> None:
@@ -49,7 +49,7 @@ class KVCacheManager:
         self._slots, self._streams, self._cache = slots, streams, cache
 
     def admit(self, request: Request, headroom: int) -> None:
-        """Give a waiting request a lease for all its tokens and a round.
+        """Give a waiting request a lease for all its tokens and one round.
 
         Raises:
             CapacityError: rows or pages do not suffice; nothing has changed.
@@ -67,10 +67,10 @@ class KVCacheManager:
             raise
 
     def reserve(self, lease: Lease, tokens: int) -> None:
-        """Pages for the committed tokens and so many more, evicting where that suffices.
+        """Reserve pages for the committed tokens and so many more, evicting where needed.
 
         Raises:
-            CapacityError: not even that suffices; nothing has changed.
+            CapacityError: eviction does not suffice; nothing has changed.
         """
         if self._cache:
             self._cache.ensure_free(self._slots.missing(lease, tokens))
@@ -84,11 +84,11 @@ class KVCacheManager:
         self._release(request, lease, kept)
 
     def clear(self) -> int:
-        """Forget every prefix that nobody reads; how many pages that gave back."""
+        """Evict every prefix without users; how many pages were freed."""
         return self._cache.clear() if self._cache else 0
 
     def usage(self, running: Sequence[Request]) -> KVUsage:
-        """Who has the pages while these requests run."""
+        """Page counts while these requests run."""
         leases = [request.held for request in running]
         return KVUsage(
             total_pages=self._slots.allocator.num_pages - 1,

@@ -1,6 +1,6 @@
 """A phase: one kind of forward, planned and then run, eagerly or by replaying a graph.
 
-The engine sees nothing else of backends and graph runners.
+The engine uses backends and graph runners through phases alone.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Phase(Protocol[T_co]):
 
     @property
     def backend(self) -> AnyBackend:
-        """Whoever plans it."""
+        """The backend that plans it."""
         ...
 
     def graph_bs(self, batch: ForwardBatch) -> int | None:
-        """The captured batch size that would serve this batch, None for an eager forward."""
+        """The captured batch size that this batch would replay, None for an eager forward."""
         ...
 
     def prepare(self, batch: ForwardBatch) -> None:
@@ -48,7 +48,7 @@ class Runner(Protocol[T_co]):
         ...
 
     def bucket(self, bs: int) -> int:
-        """The captured batch size that serves so many requests."""
+        """The captured batch size for so many requests."""
         ...
 
     def prepare(self, batch: ForwardBatch) -> None:
@@ -56,7 +56,7 @@ class Runner(Protocol[T_co]):
         ...
 
     def run(self, batch: ForwardBatch) -> T_co:
-        """Copy what prepare could not know, replay, and hand out copies."""
+        """Copy what was not known at prepare, replay, and return copies."""
         ...
 
 
@@ -89,7 +89,7 @@ class GraphPhase(Generic[T]):
 
     @property
     def backend(self) -> AnyBackend:
-        """The one both plan with."""
+        """The backend of both."""
         return self.eager.backend
 
     def graph_bs(self, batch: ForwardBatch) -> int | None:
@@ -97,7 +97,7 @@ class GraphPhase(Generic[T]):
         return self.runner.bucket(batch.batch_size) if self.runner.can_run(batch) else None
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Plan with whoever will run."""
+        """Plan with the runner or the eager phase, as run does."""
         self._serving(batch).prepare(batch)
 
     def run(self, batch: ForwardBatch) -> T:
@@ -129,10 +129,10 @@ class EaglePhases:
 
     Args:
         target_extend: prefill of the target.
-        target_verify: verify of a chain.
+        target_verify: verification of a chain.
         draft_prefill: prefill of the draft.
-        draft: the multi-step draft; None with a single step, which drafts nothing more.
-        draft_extend: the draft catching up, v1 or v2.
+        draft: the multi-step draft; None where num_steps = 1.
+        draft_extend: draft extend, v1 or v2.
     """
 
     target_extend: Phase[LogitsProcessorOutput]
@@ -142,7 +142,7 @@ class EaglePhases:
     draft_extend: Phase[LogitsProcessorOutput]
 
     def backends(self) -> list[AnyBackend]:
-        """Everyone who plans."""
+        """The backends of all phases."""
         phases = (getattr(self, each.name) for each in fields(self))
         return [phase.backend for phase in phases if phase is not None]
 
@@ -155,5 +155,5 @@ class TargetOnlyPhases:
     decode: Phase[LogitsProcessorOutput]
 
     def backends(self) -> list[AnyBackend]:
-        """Everyone who plans."""
+        """The backends of all phases."""
         return [self.extend.backend, self.decode.backend]

@@ -1,8 +1,8 @@
 """The overlap plan stream: metadata of the next forward is planned while this one runs.
 
-Work is issued to one of two queues by name, with what it reads and writes. Waits are explicit.
-On the CPU the second queue keeps its operations until somebody waits for them, so an order that a
-GPU merely *might* take is really taken, and every access is recorded for ``hazards``.
+Operations are issued to one of two queues by name, with the resources that they read and write.
+Waits are explicit. On the CPU the plan queue defers its operations until the main queue waits, so
+an order that is only possible on a GPU does happen, and every access is recorded for ``hazards``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class PlanStream(Protocol):
     """Two queues. Each runs its operations in order; between them only waits order anything."""
 
     def main(self, name: str, work: Callable[[], T], *, reads: Names = (), writes: Names = ()) -> T:
-        """Run on the main queue and hand back the result."""
+        """Run on the main queue and return the result."""
         ...
 
     def plan(
@@ -32,16 +32,16 @@ class PlanStream(Protocol):
         ...
 
     def plan_waits(self) -> None:
-        """What the plan queue is given from here on runs after all the main queue has now."""
+        """Later operations of the plan queue run after all that the main queue has now."""
         ...
 
     def main_waits(self) -> None:
-        """What the main queue is given from here on runs after all the plan queue has now."""
+        """Later operations of the main queue run after all that the plan queue has now."""
         ...
 
 
 class SameStream:
-    """No overlap: planning is part of the main queue and happens where it is waited for."""
+    """No overlap: planning is part of the main queue and runs where it is waited for."""
 
     def __init__(self) -> None:
         self._pending: list[Callable[[], None]] = []
@@ -53,21 +53,21 @@ class SameStream:
     def plan(
         self, name: str, work: Callable[[], None], *, reads: Names = (), writes: Names = ()
     ) -> None:
-        """Keep until the main queue waits."""
+        """Defer until the main queue waits."""
         self._pending.append(work)
 
     def plan_waits(self) -> None:
         """Nothing to wait for."""
 
     def main_waits(self) -> None:
-        """Run what was kept."""
+        """Run the deferred operations."""
         for work in self._pending:
             work()
         self._pending.clear()
 
 
-class Ledger:
-    """What was issued to either queue and who had waited for whom by then.
+class OperationLog:
+    """The operations of both queues and the waits between them.
 
     Attributes:
         issued: every operation, in the order of issue.
@@ -78,21 +78,21 @@ class Ledger:
         self._waited = dict.fromkeys(Queue, 0)
 
     def enter(self, queue: Queue, name: str, reads: Names, writes: Names) -> None:
-        """Note an operation."""
+        """Record an operation."""
         after = self._waited[queue]
         self.issued.append(Operation(queue, name, frozenset(reads), frozenset(writes), after))
 
     def wait(self, queue: Queue) -> None:
-        """Note that a queue waits for all the other one has."""
+        """Record that a queue waits for all that the other one has."""
         self._waited[queue] = sum(operation.queue is not queue for operation in self.issued)
 
     def hazards(self) -> list[Hazard]:
-        """Every pair of operations that races, in the order of issue."""
+        """Every pair of operations with a race, in the order of issue."""
         return find_hazards(self.issued)
 
 
-class RecordedStreams(Ledger):
-    """Both queues on the host: the main one runs at once, the plan one as late or early as allowed.
+class RecordedStreams(OperationLog):
+    """Both queues on the host: main runs at once, plan as late or as early as allowed.
 
     Attributes:
         ran: names of the operations, in the order in which they ran.
@@ -105,7 +105,7 @@ class RecordedStreams(Ledger):
         self._pending: list[tuple[str, Callable[[], None]]] = []
 
     def main(self, name: str, work: Callable[[], T], *, reads: Names = (), writes: Names = ()) -> T:
-        """Run now, whatever the plan queue still has to do."""
+        """Run now, before what the plan queue has deferred."""
         self.enter(Queue.MAIN, name, reads, writes)
         self.ran.append(name)
         return work()
@@ -113,18 +113,18 @@ class RecordedStreams(Ledger):
     def plan(
         self, name: str, work: Callable[[], None], *, reads: Names = (), writes: Names = ()
     ) -> None:
-        """Keep for later, or run now where the plan queue is early."""
+        """Defer, or run now unless the plan queue is late."""
         self.enter(Queue.PLAN, name, reads, writes)
         self._pending.append((name, work))
         if not self._late:
             self._drain()
 
     def plan_waits(self) -> None:
-        """Order the plan queue behind the main one."""
+        """Order the plan queue after the main one."""
         self.wait(Queue.PLAN)
 
     def main_waits(self) -> None:
-        """Run what the plan queue kept and order the main one behind it."""
+        """Run the deferred operations and order the main queue after them."""
         self._drain()
         self.wait(Queue.MAIN)
 
@@ -135,14 +135,14 @@ class RecordedStreams(Ledger):
         self._pending.clear()
 
 
-class CudaStreams(Ledger):
-    """The same on a GPU: a second CUDA stream beside the current one.
+class CudaStreams(OperationLog):
+    """Both queues on a GPU: the current CUDA stream and a second one.
 
-    Waits order work, and they are all that keeps memory from being reused too early. The allocator
-    gives a freed block to the stream it was allocated on alone. A block of the main stream that
+    Waits order operations, and nothing else prevents early reuse of memory. The allocator gives a
+    freed block only to the stream that it was allocated on. A block of the main stream that
     the plan reads must therefore live until the main stream has waited, as the worker's batch
-    does; a block that the plan allocated comes back to plans alone, each of which first waits for
-    whatever the main stream read. So nothing has to be kept by ``record_stream``.
+    does; a block that a plan allocated is reused by plans alone, each of which first waits for what
+    the main stream read. So ``record_stream`` is not needed.
 
     Args:
         device: the CUDA device.

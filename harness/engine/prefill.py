@@ -1,4 +1,4 @@
-"""Prefill of a target and, one token behind it, of its draft; whole or in chunks."""
+"""Prefill of a target and, shifted by one token, of its draft; whole or in chunks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class PrefillChunk:
 
     Args:
         requests: indices of those prompts.
-        starts: tokens before the chunk, a request.
-        ids: the chunk's tokens, a request.
-        shifted: the tokens one further on, a request; one short where the prompt ends.
+        starts: tokens before the chunk, per request.
+        ids: the chunk's tokens, per request.
+        shifted: the tokens one position later, per request; one fewer where the prompt ends.
     """
 
     requests: list[int]
@@ -37,12 +37,12 @@ class PrefillChunk:
 
     @property
     def lens(self) -> list[int]:
-        """Tokens a request."""
+        """Tokens per request."""
         return [len(ids) for ids in self.ids]
 
     @property
     def ending(self) -> list[int]:
-        """Which of the chunk's requests end in it."""
+        """Indices of the chunk's requests that end in it."""
         return [i for i, ids in enumerate(self.ids) if len(self.shifted[i]) < len(ids)]
 
 
@@ -53,8 +53,8 @@ def chunks(
 
     Args:
         prompts: their tokens.
-        size: most tokens a request and chunk.
-        cached: tokens a prompt that are there already, all 0 if empty.
+        size: most tokens per request and chunk.
+        cached: tokens per prompt that are in the cache already, all 0 if empty.
     """
     begins = list(cached) or [0] * len(prompts)
     left = [len(prompt) - begin for prompt, begin in zip(prompts, begins, strict=True)]
@@ -73,7 +73,7 @@ def chunks(
 
 
 def to_draft_state(output: LogitsProcessorOutput, rows: torch.Tensor) -> DraftState:
-    """The draft's most likely next token after each selected row [bs] of its output."""
+    """The draft's state after each selected row [bs] of its output."""
     hidden = output.hidden_states[rows]
     if output.topk_p is not None and output.topk_index is not None:
         return DraftState(output.topk_p, output.topk_index, hidden)
@@ -91,11 +91,11 @@ class Prefill:
         target_batches: batches over its pool.
         draft: the draft's phase, None without speculation.
         draft_batches: batches over the draft's pool.
-        chunk_size: most tokens a request and forward, None for whole prompts.
-        mirror: whether a backend reads lengths on the host.
+        chunk_size: most tokens per request and forward, None for whole prompts.
+        needs_cpu_seq_lens: whether a backend reads lengths on the host.
 
     Raises:
-        UsageError: chunks without tokens.
+        UsageError: chunk_size is below 1.
     """
 
     target: Phase[LogitsProcessorOutput]
@@ -137,7 +137,7 @@ class Prefill:
     def _chunk(
         self, chunk: PrefillChunk, rows: list[int]
     ) -> tuple[torch.Tensor, DraftState | None]:
-        """The first token and the proposal of every request that ends in the chunk."""
+        """The first token and the draft state of every request that ends in the chunk."""
         batch = self._batch(self.target_batches, chunk, chunk.ids, rows)
         output = self._run(self.target, batch)
         last = last_ragged_rows(torch.tensor(chunk.lens, device=batch.input_ids.device))

@@ -1,8 +1,8 @@
-"""Pages that finished requests leave behind for prompts that begin alike.
+"""The prefix cache: pages of finished requests, for prompts with the same beginning.
 
 EAGLE's draft sees a token one position early: its entry at position p was computed from token
-p + 1. So a page is known by its own tokens and by the one behind it; a prompt that goes on
-differently behind the page computes it again. Hence at least one token of a prompt is always left
+p + 1. So the key of a page is its own tokens and the next one; a prompt with another
+next token computes the page again. Hence at least one token of a prompt is always left
 to compute, too.
 """
 
@@ -21,12 +21,12 @@ class Node:
     """A page of a sequence.
 
     Args:
-        key: its tokens and the one behind them.
-        page: where target and draft keep it.
+        key: its tokens and the next one.
+        page: its number in the pools of target and draft.
         parent: the page before it, None for the root.
-        children: the pages behind it, by key.
+        children: the pages after it, by key.
         users: running requests that read it.
-        used: when it was last wanted.
+        used: the clock at its last use.
     """
 
     key: Key
@@ -38,10 +38,10 @@ class Node:
 
 
 class PrefixCache:
-    """A tree of pages; the least recently wanted leaf goes first.
+    """A tree of pages; the least recently used leaf is evicted first.
 
     Args:
-        allocator: where its pages come from and go back to.
+        allocator: the allocator of its pages.
     """
 
     def __init__(self, allocator: PagedAllocator) -> None:
@@ -56,7 +56,7 @@ class PrefixCache:
         return sum(1 for _ in self._nodes())
 
     def acquire(self, tokens: Sequence[int]) -> list[Node]:
-        """The longest known run of whole pages, kept until it is released."""
+        """The longest cached run of whole pages, not evicted until it is released."""
         found, node = [], self._root
         for key in self._keys(tokens, len(tokens)):
             child = node.children.get(key)
@@ -74,7 +74,7 @@ class PrefixCache:
             node.users -= 1
 
     def insert(self, tokens: Sequence[int], computed: int, pages: Sequence[int]) -> set[int]:
-        """Take over pages of a sequence.
+        """Cache pages of a sequence.
 
         Args:
             tokens: of the sequence.
@@ -82,7 +82,7 @@ class PrefixCache:
             pages: of the sequence, from its start.
 
         Returns:
-            The pages that are the tree's now; the others stay the caller's.
+            The pages that the tree owns now; the caller keeps the others.
         """
         node, path, taken = self._root, [], set()
         for key, page in zip(self._keys(tokens, computed), pages, strict=False):
@@ -95,19 +95,19 @@ class PrefixCache:
         return taken
 
     def ensure_free(self, pages: int) -> None:
-        """Evict until so many pages are free; nothing at all where that does not suffice."""
+        """Evict until so many pages are free; evict nothing where that does not suffice."""
         wanted = pages - self._allocator.available_pages
         if 0 < wanted <= self._unread():
             self._evict(wanted)
 
     def clear(self) -> int:
-        """Evict everything that nobody reads; how many pages that was."""
+        """Evict every page without users; how many pages that was."""
         unread = self._unread()
         self._evict(unread)
         return unread
 
     def _unread(self) -> int:
-        """Pages to evict: who reads a page reads all before it, so leaves come free in turn."""
+        """Pages without users; users of a page use all before it, so leaves become free in turn."""
         return sum(1 for node in self._nodes() if not node.users)
 
     def _evict(self, count: int) -> None:

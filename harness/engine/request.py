@@ -1,4 +1,4 @@
-"""A request and what became of it."""
+"""A request and its generation."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from harness.engine.prefix_cache import Node
 
 @dataclass
 class Generation:
-    """What became of one prompt.
+    """The tokens generated for one prompt, and their statistics.
 
     Every token comes from a prefill or a round: ``prefills + sum(accept_lengths) - cut ==
-    len(token_ids)``, where ``cut`` counts tokens behind the end that a last round emitted.
+    len(token_ids)``, where ``cut`` counts tokens that a last round emitted after the end.
 
     Args:
         token_ids: the tokens generated.
-        accept_lengths: tokens each round emitted, in order; all 1 without speculation.
-        prefills: how often it was computed from its start: 1 + its retractions.
-        cut: tokens dropped behind max_new_tokens or the end token.
-        cached_tokens: of the prompt, found in a prefix cache by its first prefill.
+        accept_lengths: tokens emitted by each round, in order; all 1 without speculation.
+        prefills: 1 + its retractions.
+        cut: tokens dropped after max_new_tokens or the end token.
+        cached_tokens: of the prompt, found in the prefix cache by its first prefill.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -42,21 +42,21 @@ class Generation:
 
     @property
     def mean_accept_length(self) -> float:
-        """Tokens a round; 0 without rounds."""
+        """Tokens per round; 0 without rounds."""
         return sum(self.accept_lengths) / max(self.spec_verify_ct, 1)
 
 
 @dataclass(eq=False)
 class Request:
-    """A prompt on its way.
+    """A prompt that waits or runs.
 
     Args:
         prompt: its tokens.
-        max_new_tokens: where it ends at the latest.
+        max_new_tokens: most tokens to generate.
         eos: the token that ends it, None for none.
-        generation: what it has so far.
-        lease: what it holds while it runs.
-        prefix: pages of a prefix cache that it reads while it runs.
+        generation: so far.
+        lease: its row and pages while it runs.
+        prefix: pages of the prefix cache that it uses while it runs.
     """
 
     prompt: list[int]
@@ -68,12 +68,12 @@ class Request:
 
     @property
     def tokens(self) -> list[int]:
-        """Everything to compute before it can go on."""
+        """Prompt and generated tokens: what a prefill computes."""
         return self.prompt + self.generation.token_ids
 
     @property
     def held(self) -> Lease:
-        """Its lease; it runs."""
+        """Its lease, of a running request."""
         assert self.lease is not None
         return self.lease
 
@@ -84,7 +84,7 @@ class Request:
         return len(ids) >= self.max_new_tokens or (bool(ids) and ids[-1] == self.eos)
 
     def emit(self, tokens: Sequence[int]) -> None:
-        """Take tokens up to the end and count the rest as cut."""
+        """Append tokens up to the end and count the rest as cut."""
         for token in tokens:
             if self.finished:
                 self.generation.cut += 1

@@ -17,18 +17,19 @@ from harness.errors import CapacityError, ContractError, UsageError, rejected
 class Scheduler:
     """Runs up to max_bs requests at a time; others wait, in order.
 
-    Where pages run out, the youngest running request is retracted: it gives everything back and
-    waits at the front, to be computed again from its prompt and what it has generated.
+    Where pages run out, the youngest running request is retracted: its pages are
+    freed and it waits at the front, to be computed again from its prompt and generated tokens.
 
     Args:
-        worker: plain or speculative.
-        slots: leases over the worker's pools.
+        worker: speculative or not.
+        slots: of the worker's pools.
         max_bs: most requests at a time.
         max_context_len: most tokens of a prompt and its generation.
         prefix_cache: over the slots' allocator; without one every prompt is computed whole.
 
     Raises:
-        UsageError: no request may run, a last round does not fit, or a hybrid pool is to be cached.
+        UsageError: max_bs is below 1, a last round does not fit the table, or a prefix cache is to
+            share a hybrid pool.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Scheduler:
         if max_bs < 1:
             raise UsageError(rejected("max_bs", max_bs, ">= 1"))
         if max_context_len + worker.headroom > columns:
-            accepted = f"<= {columns - worker.headroom}, the table's columns less a round's"
+            accepted = f"<= {columns - worker.headroom}, the table's columns less the headroom"
             raise UsageError(rejected("max_context_len", max_context_len, accepted))
         self._worker = worker
         self._slots = slots
@@ -62,7 +63,7 @@ class Scheduler:
 
         Raises:
             UsageError: a prompt is empty or too long, or nothing is to be generated.
-            CapacityError: a request does not fit the pools even alone. Nothing stays behind.
+            CapacityError: a request does not fit the pools even alone. Nothing stays allocated.
         """
         requests = [self._request(prompt, max_new_tokens, eos) for prompt in prompts]
         self.waiting.extend(requests)
@@ -98,11 +99,11 @@ class Scheduler:
 
     @property
     def usage(self) -> KVUsage:
-        """Who has the pages."""
+        """Page counts."""
         return self._kv_manager.usage(self.running)
 
     def flush(self) -> int:
-        """Forget every prefix; how many pages that gave back.
+        """Evict every prefix; how many pages were freed.
 
         Raises:
             ContractError: requests run or wait.
@@ -113,7 +114,7 @@ class Scheduler:
         return self._kv_manager.clear()
 
     def step(self) -> None:
-        """Admit, run one round, retire; a round without requests runs idle."""
+        """Admit requests, run one round, release finished ones; without requests run idle."""
         self._admit()
         self._reserve_round()
         self._state, output = self._worker.step(self._state)
@@ -124,12 +125,12 @@ class Scheduler:
         self._retire()
 
     def retract(self, request: Request) -> None:
-        """Take a running request's pages; it goes on later."""
+        """Free a running request's pages; it is computed again later."""
         self._drop(request)
         self.waiting.appendleft(request)
 
     def abort(self, request: Request) -> None:
-        """Take a request out, wherever it is; nothing happens to one that has finished."""
+        """Remove a running or waiting request; a finished one is left alone."""
         if request in self.running:
             self._drop(request)
         elif request in self.waiting:
@@ -167,7 +168,7 @@ class Scheduler:
         self._retire()
 
     def _lease(self, request: Request, *, alone: bool) -> bool:
-        """Pages for a waiting request and its first round, if there are any."""
+        """Give a waiting request a lease with its first round, if pages suffice."""
         try:
             self._kv_manager.admit(request, self._worker.headroom)
         except CapacityError:

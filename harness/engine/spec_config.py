@@ -1,4 +1,4 @@
-"""How far a worker speculates, and which draft extend it runs."""
+"""Configuration of speculative decoding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from harness.errors import UsageError, rejected
 
 
 class SpecVersion(IntEnum):
-    """Which draft extend a worker runs."""
+    """Version of the worker's draft extend."""
 
     V1 = 1
     V2 = 2
@@ -17,10 +17,10 @@ class SpecVersion(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class SpecConfig:
-    """How a worker speculates.
+    """Configuration of an EAGLE worker.
 
     Args:
-        num_steps: drafts a round.
+        num_steps: drafts per round.
         num_draft_tokens: tokens of a chain, the bonus token included.
         version: v1 extends the draft by the accepted tokens alone, known on the host; v2 extends
             it by all num_draft_tokens and selects a row.

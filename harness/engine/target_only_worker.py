@@ -1,4 +1,4 @@
-"""Greedy decoding without speculation: what speculative decoding must not differ from."""
+"""The worker without a draft: greedy decoding that speculative decoding must not differ from."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from harness.upstream.memory_pool import KVPool
 
 
 class TargetOnlyWorker:
-    """One token of every request a round.
+    """Decodes one token of every request per round.
 
     Args:
         phases: its forwards.
-        req_to_token_pool: where tokens live.
+        req_to_token_pool: slots of each request's tokens.
         kv_pool: the model's keys and values.
-        chunk_size: most prompt tokens a request and forward, None for whole prompts.
+        chunk_size: most prompt tokens per request and forward, None for whole prompts.
     """
 
     headroom = 1

@@ -1,4 +1,4 @@
-"""What a scheduler drives, speculative or not."""
+"""The interface of workers, speculative or not."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from harness.engine.plan_stream import PlanStream
 
 
 class Worker(Protocol):
-    """Computes prompts and rounds; every request of a state takes part in a round."""
+    """Prefills prompts and runs rounds over all requests of a batch state."""
 
     @property
     def headroom(self) -> int:
-        """Tokens a round may write behind the committed ones."""
+        """Most tokens that a round writes after the committed ones."""
         ...
 
     @property
     def streams(self) -> PlanStream:
-        """The queues the worker issues to."""
+        """The queues of the worker's operations."""
         ...
 
     def prefill(

@@ -94,8 +94,8 @@ def test_nothing_outlives_a_launcher_killed_by_9(log: Path) -> None:
     spec = stub()
     code = f"""
 from pathlib import Path
-from harness.server.launch.process import Launch, Running
-running = Running({spec!r}, Path({str(log)!r}))
+from harness.server.launch.process import ServerProcess, ServerSpec
+running = ServerProcess({spec!r}, Path({str(log)!r}))
 running.wait_ready()
 print("ready", flush=True)
 input()

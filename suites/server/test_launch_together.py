@@ -59,11 +59,11 @@ def test_who_is_interrupted_while_waiting_waits_no_longer(tmp_path: Path) -> Non
 import signal
 from pathlib import Path
 from harness.bench.server_pool import stopped_together, wait_together
-from harness.server.launch.process import Launch, Running
+from harness.server.launch.process import ServerProcess, ServerSpec
 # Whoever runs this in the background of a shell may have had it ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 with stopped_together() as started:
-    started['A'].append(Running({stub("ill", ready_s=LONG_S)!r}, Path({str(log)!r})))
+    started['A'].append(ServerProcess({stub("ill", ready_s=LONG_S)!r}, Path({str(log)!r})))
     print("waiting", flush=True)
     wait_together(started)
 """

@@ -1,4 +1,4 @@
-"""What the engine, the graph runners and the suites expect of a model."""
+"""The interface of models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.upstream.forward_batch_info import ForwardBatch, LogitsProcessorOut
 
 
 class Model(Protocol):
-    """A decoder whose attention is served by ``batch.attn_backend``."""
+    """A decoder whose attention runs on ``batch.attn_backend``."""
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch

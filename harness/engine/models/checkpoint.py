@@ -1,4 +1,4 @@
-"""Checkpoints in Hugging Face layout: read from a folder, or drawn at random, and checked."""
+"""Checkpoints in Hugging Face layout: read from a folder or drawn at random, and checked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 @dataclass(frozen=True)
 class Architecture:
-    """What its configuration means and which tensors go with it."""
+    """The configuration class and the tensor shapes of an architecture."""
 
     config: type[DecoderConfig]
     shapes: Callable[[Any], shapes.Shapes]

@@ -1,4 +1,4 @@
-"""What a ``config.json`` says of a model, checked key by key."""
+"""Model configurations, checked key by key."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DecoderConfig(ABC):
         """The configuration in ``raw``.
 
         Raises:
-            CheckpointError: a key is missing, of another type, or asks for what is not implemented.
+            CheckpointError: a key is missing, of another type, or a value not implemented.
         """
         for key, implemented in cls.fixed.items():
             if raw.get(key, implemented) != implemented:

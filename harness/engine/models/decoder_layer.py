@@ -1,4 +1,4 @@
-"""The frame every model shares: a stack of layers between an embedding and a head."""
+"""The base of all models: a stack of layers between an embedding and a head."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Layer(Protocol):
 
     @property
     def attention(self) -> RadixAttention:
-        """The layer as a backend and a KV pool see it."""
+        """The layer's attention, for the backend and the KV pool."""
         ...
 
     def forward(self, x: torch.Tensor, by: Rotation, batch: ForwardBatch) -> torch.Tensor:
@@ -77,7 +77,7 @@ class DecoderModel(ABC):
 
 
 class TargetDecoder(DecoderModel):
-    """A model that reads tokens alone; its draft continues from behind the final norm."""
+    """A model that reads tokens alone; its draft reads hidden states after the final norm."""
 
     def __init__(
         self, config: DecoderConfig, weights: LayerWeights, layers: Sequence[Layer]

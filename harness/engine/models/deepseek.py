@@ -20,10 +20,10 @@ from harness.upstream.radix_attention import RadixAttention
 
 
 class LatentAttention:
-    """Attention over one latent and one rotary key a token.
+    """Attention over one latent and one rotary key per token.
 
-    The key half of ``kv_b_proj`` moves into the query (``w_kc``) and its value half behind the
-    attention (``w_vc``), so that the cache holds kv_lora_rank + qk_rope_head_dim values a token.
+    The key half of ``kv_b_proj`` moves into the query (``w_kc``) and its value half follows the
+    attention (``w_vc``), so that the cache holds kv_lora_rank + qk_rope_head_dim values per token.
     """
 
     def __init__(self, config: DeepseekConfig, layer_id: int, weights: LayerWeights) -> None:

@@ -1,4 +1,4 @@
-"""What both families are made of: plain, recordable functions of tensors."""
+"""Functions of decoder layers, all recordable in a CUDA graph."""
 
 from __future__ import annotations
 

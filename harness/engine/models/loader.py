@@ -1,4 +1,4 @@
-"""From a checkpoint to models: one model, or a target and the draft that shares its vocabulary."""
+"""Models from checkpoints: one model, or a target and the draft with the same vocabulary."""
 
 from __future__ import annotations
 

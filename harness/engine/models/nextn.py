@@ -62,7 +62,7 @@ class NextnLayer(DeepseekLayer):
 class DeepseekV3ForCausalLMNextN(DecoderModel):
     """Projects [normed embedding, normed hidden state of the token before] and runs one layer.
 
-    The hidden state handed on is the one behind ``shared_head.norm``, as the head reads it.
+    Its hidden state is the one after ``shared_head.norm``, the head's input.
     """
 
     def __init__(

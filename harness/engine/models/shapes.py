@@ -1,4 +1,4 @@
-"""Every tensor of a checkpoint and its shape, in Hugging Face's names, by architecture."""
+"""Shapes of every tensor of a checkpoint, in Hugging Face's names, by architecture."""
 
 from __future__ import annotations
 
