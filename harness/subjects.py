@@ -1,4 +1,4 @@
-"""The composition root: names become providers, backends, models and graph runners."""
+"""The subjects under test: names of kernels, backends and graph runners put together."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Subject:
     Args:
         name: "backend/kernel", as in test ids and reports.
         family: the attention family.
-        kernel: name of the capability the reference kernel is held to.
+        kernel: name of the kernel's capability.
         backend: serves every mode but the multi-step draft.
         draft_backend: serves the multi-step draft.
         draft_extend_runner: captures both draft extends.
-        modes: what this subject is run on; an unoptimized peer only where it differs.
+        modes: what this subject is run on; a baseline only where it differs.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Subject:
         return CAPABILITIES[self.family, self.kernel]
 
     def numerics(self, device: torch.device | str) -> Numerics:
-        """Of the real kernel, or of the reference in its place, which rounds what it is told to."""
+        """Numerics of the real kernel, or of the reference, which rounds its query alone."""
         if real_kernel(self.family, self.kernel, device) is not None:
             return self.capability.numerics
         casts = self.capability.casts_query_to_kv_dtype
@@ -79,7 +79,7 @@ class Subject:
         if execution is Execution.GRAPH and case.mode not in GRAPH_MODES:
             return f"{case.mode} has no graph"
         if execution is Execution.GRAPH and case.padded_rows:
-            return "DP padding behind the plan is an eager case; graphs pad by bucket"
+            return "DP padding after the planned rows is an eager case; graphs pad by bucket"
         return refusal(case, self.capability, compute_capability(device))
 
 
@@ -103,7 +103,7 @@ SUBJECTS = {
         _subject("trtllm_mla/reference", MLA_BACKENDS),
         _subject("trtllm_mla/flash_mla", MLA_BACKENDS),
         _subject("trtllm_mla/trtllm_gen", MLA_BACKENDS),
-        # Peers: one optimization undone each.
+        # Baselines: one optimization undone each.
         _subject(
             "trtllm_mla-host_lengths/trtllm_gen",
             MLA_BACKENDS,

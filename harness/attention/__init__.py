@@ -1,1 +1,1 @@
-"""The optimized attention backends; each is handed its provider."""
+"""The optimized attention backends, their baselines, and their metadata."""

@@ -1,4 +1,4 @@
-"""The peers: each undoes one optimization and must give the same answers."""
+"""Baselines: each undoes one optimization and must give the same answers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class KVIndicesMLAMultiStepDraftBackend(TRTLLMMLAMultiStepDraftBackend):
         columns = torch.arange(table.shape[1], device=table.device)
         bs, steps = batch.seq_lens.shape[0], len(self.attn_backends)
         kv_indptr = table.new_zeros(steps, bs + 1)
-        # One entry more than any batch fills: what lies behind a request's end is dropped there.
+        # One entry more than any batch fills: what lies after a request's end is dropped there.
         kv_indices = table.new_zeros(steps, bs * table.shape[1] + 1)
         for step in range(steps):
             lengths = batch.seq_lens + step + 1

@@ -20,7 +20,7 @@ CAPTURED_MODES = (
 
 @dataclass(frozen=True)
 class BufferSlice:
-    """Where a mode is planned: one phase of some buffers.
+    """One phase of shared metadata buffers, for graphs of one mode.
 
     Args:
         buffers: the memory.

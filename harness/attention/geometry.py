@@ -1,4 +1,4 @@
-"""The host's part of planning: how many requests, query rows and extra keys a forward has."""
+"""Geometry of a planned forward: its requests, query rows and extra keys, known to the host."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from harness.upstream.forward_batch_info import (
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """What the host knows of a planned forward; frozen at capture.
+    """The geometry of a planned forward, known to the host; frozen at capture.
 
     Args:
         forward_mode: the phase.
         bs: planned requests.
-        num_tokens: planned query rows; rows of padding behind them are not part of the plan.
-        max_q_len: query tokens a request, or a bound of them where they are ragged.
+        num_tokens: planned query rows; rows of padding after them are not part of the plan.
+        max_q_len: query tokens per request, or their bound where they are ragged.
         is_ragged: whether query lengths differ by request.
         pads_queries: whether ragged queries are padded to max_q_len for a uniform kernel.
-        kv_offset: keys a request sees beyond ``seq_lens``.
+        kv_offset: keys that a request sees beyond ``seq_lens``.
         table_headroom: keys beyond those whose pages the page table holds too, because a later
             phase reads the same table.
     """
@@ -51,7 +51,7 @@ class Planner:
     """Derives geometry from a batch, without reading a device tensor except at capture.
 
     Args:
-        num_draft_tokens: query tokens a request in target_verify.
+        num_draft_tokens: query tokens per request in target_verify.
         speculative_step_id: i for step i of a multi-step draft, else None.
         padded_modes: ragged modes whose queries are padded to the longest.
     """
@@ -117,7 +117,7 @@ class Planner:
 
 
 def draft_extend_stride(batch: ForwardBatch, in_capture: bool) -> int:
-    """Uniform rows a request in draft_extend_v2.
+    """Uniform rows per request in draft_extend_v2.
 
     A capture may leave it unset; the largest accept count of the captured batch stands in, and
     this is the only host read.
@@ -153,7 +153,7 @@ def check_stride(batch: ForwardBatch, captured: Geometry) -> None:
 
 
 def query_lens(batch: ForwardBatch) -> torch.Tensor:
-    """[bs] query tokens a request of a ragged phase, on the device.
+    """[bs] query tokens per request of a ragged phase, on the device.
 
     Raises:
         ContractError: the batch carries none.

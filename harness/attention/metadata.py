@@ -1,4 +1,4 @@
-"""Attention metadata: what every layer of a planned forward reads, and the memory it lies in."""
+"""Attention metadata of a planned forward, and its memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHUNK = 256
 
 @dataclass(frozen=True, kw_only=True)
 class TableLayout:
-    """Of a page table, and where its pages come from.
+    """The layout of a page table, and the source of its pages.
 
     Args:
         req_to_token: [requests, tokens] int32.
@@ -33,7 +33,7 @@ class TableLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class FillInputs:
-    """What a fill of metadata reads.
+    """Inputs of a fill of metadata.
 
     Args:
         req_pool_indices: [bs] int64.
@@ -50,14 +50,14 @@ class FillInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """What every layer of one planned forward reads; bs requests and T query rows.
+    """Metadata that every layer of one planned forward reads; bs requests and T query rows.
 
     Args:
         geometry: the host's part.
-        cache_seqlens_int32: [bs] int32, keys a request.
+        cache_seqlens_int32: [bs] int32, keys per request.
         cu_seqlens_q: [bs + 1] int32.
         cu_seqlens_k: [bs + 1] int32.
-        page_table: [bs, width] int32, 0 behind the pages of ``geometry.table_offset`` keys.
+        page_table: [bs, width] int32, 0 after the pages of ``geometry.table_offset`` keys.
         swa_page_table: the same in the SWA pool, or None where the pool has none.
         swa_out_cache_loc: [T] int64, write locations in the SWA pool, or None likewise.
         pad_rows: [bs * max_q_len] int64, the query row each row of padded queries repeats.

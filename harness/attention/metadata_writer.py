@@ -1,4 +1,4 @@
-"""Allocates metadata and fills it in place: the one fill that eager and graph planning share."""
+"""The metadata writer: allocates metadata and fills it in place, for eager and graph planning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Multi-step draft backends: one backend a step, planned directly, with no work in the parent."""
+"""Multi-step draft backends: one backend per step, planned directly, with no work in the parent."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class PagedMultiStepDraftBackend(MultiStepDraftBackend):
         if batch.forward_mode.is_idle():
             return batch
         if slots.shape[0] % steps:
-            accepted = f"a multiple of {steps}, one location a step and request"
+            accepted = f"a multiple of {steps}, one location per step and request"
             raise ContractError(rejected("out_cache_loc rows", slots.shape[0], accepted))
         return batch.with_changes(out_cache_loc=slots.view(steps, -1)[step])
 

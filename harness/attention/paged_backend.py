@@ -1,4 +1,4 @@
-"""What both families share: planning, and queries and scales as kernels want them."""
+"""The base class of both attention backends: planning, query layout and KV scales."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PagedBackend(AttentionBackend):
         token_to_kv_pool: the pool of the model this backend serves; the target's and the draft's
             differ, and only a backend whose own pool is an SWA pool translates locations.
         max_context_len: the model's context length.
-        num_draft_tokens: query tokens a request in target_verify.
+        num_draft_tokens: query tokens per request in target_verify.
         speculative_num_steps: steps of a draft.
         skip_prefill: whether this backend serves draft steps only.
         device: of every buffer.
@@ -37,8 +37,8 @@ class PagedBackend(AttentionBackend):
         round_plan: what graphs of one round's phases share, None for metadata of their own.
 
     Attributes:
-        shares_rounds: whether it plans right with a ``round_plan``; a peer that undoes what sharing
-            saves does not.
+        shares_rounds: whether it plans right with a ``round_plan``; a baseline that undoes what
+            sharing saves does not.
 
     Raises:
         CapacityError: the request-to-token table is narrower than a context and a draft round.
@@ -214,7 +214,7 @@ class PagedBackend(AttentionBackend):
 
     @staticmethod
     def _with_padding(out: torch.Tensor, rows: int) -> torch.Tensor:
-        """[rows, heads * value dim]: the planned rows, and zeros behind them."""
+        """[rows, heads * value dim]: the planned rows, and zeros after them."""
         return pad(out.flatten(1), (0, 0, 0, rows - out.shape[0]))
 
     def _planning_batch(

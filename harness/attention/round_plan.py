@@ -31,11 +31,11 @@ DRAFT, VERIFY, EXTEND = (
 
 
 class RoundPlan:
-    """The buffers of a round, which phase of them is whose, and what was planned in this round.
+    """The buffers that the phases of a round share, and the phases seen in this round.
 
     Args:
         speculative_num_steps: steps of a round, 2 at least: one backend drafts.
-        num_draft_tokens: query tokens a request in verify and extend.
+        num_draft_tokens: query tokens per request in verify and extend.
 
     Raises:
         UsageError: there is nothing to share.
@@ -50,7 +50,7 @@ class RoundPlan:
         self._buffers: MetadataBuffers | None = None
         self._writer: MetadataWriter | None = None
         self._verifies: dict[int, Metadata] = {}
-        self._told: dict[ForwardMode, int | None] = {}
+        self._buckets_seen: dict[ForwardMode, int | None] = {}
 
     @property
     def num_table_keys(self) -> int:
@@ -81,7 +81,7 @@ class RoundPlan:
         return self._buffers
 
     def slices(self, writer: MetadataWriter, max_bs: int) -> dict[ForwardMode, BufferSlice]:
-        """Where verify and extend are planned."""
+        """The slices in which verify and extend are planned."""
         buffers, width = self.buffers(writer, max_bs), self.num_draft_tokens
         # The extend's seq_lens are those of the verify and its queries.
         offsets = ((VERIFY, self.num_table_keys), (EXTEND, self.num_table_keys - width))
@@ -104,30 +104,45 @@ class RoundPlan:
         return self._verifies[bs]
 
     def check_phase_order(self, mode: ForwardMode, bucket: int | None) -> None:
-        """Every phase tells its bucket once a round, None where it plans for itself.
+        """Check that a phase reads what the draft of its round fills; called once per phase.
 
-        Draft and verify come in any order, the extend behind them. Whoever comes a second time is
-        in the next round.
+        A phase that is seen a second time begins the next round. A phase *shares* where it has a
+        bucket; one that plans for itself has None, and nothing of it is compared.
+
+        ==================  =====================  ==========================  =====================
+        seen in this round  then DRAFT             then VERIFY                 then EXTEND
+        ==================  =====================  ==========================  =====================
+        nothing             accepted               accepted                    must not share
+        draft               next round             bucket must be the draft's  likewise
+        verify              must be its bucket     next round, if the first    neither may share
+                                                   does not share
+        draft and verify    next round             next round                  bucket must be the
+                                                                               draft's
+        ==================  =====================  ==========================  =====================
+
+        Args:
+            mode: of the phase; other modes than these three are no part of a round.
+            bucket: the batch size of its graph, None where it plans for itself.
 
         Raises:
             ContractError: a phase would read what the draft of its round does not fill.
         """
         if mode not in (DRAFT, VERIFY, EXTEND):
             return
-        told = self._told
-        misses_draft = DRAFT not in told and told.get(VERIFY) is not None
-        if mode in told:
-            told.clear()
-        told[mode] = bucket
-        if misses_draft and mode is not DRAFT:
-            told.clear()
+        seen = self._buckets_seen
+        lacks_draft = DRAFT not in seen and seen.get(VERIFY) is not None
+        if mode in seen:
+            seen.clear()
+        seen[mode] = bucket
+        if lacks_draft and mode is not DRAFT:
+            seen.clear()
             accepted = "the draft that fills what the verify before it reads"
             raise ContractError(rejected("phase", mode.name, accepted))
-        readers = [reader for reader in (VERIFY, EXTEND) if told.get(reader) is not None]
-        for reader in readers if DRAFT in told or mode is EXTEND else ():
-            if told[reader] != told.get(DRAFT):
-                found, drafted = told[reader], told.get(DRAFT)
-                told.clear()
+        readers = [reader for reader in (VERIFY, EXTEND) if seen.get(reader) is not None]
+        for reader in readers if DRAFT in seen or mode is EXTEND else ():
+            if seen[reader] != seen.get(DRAFT):
+                found, drafted = seen[reader], seen.get(DRAFT)
+                seen.clear()
                 accepted = f"{drafted}, the draft's of its round (None: it shared nothing)"
                 raise ContractError(rejected(f"{reader.name} bucket", found, accepted))
 

@@ -1,7 +1,7 @@
-"""All metadata of the phases of one batch in one Triton launch, recorded in their graph.
+"""The Triton kernel that fills all metadata of one batch's phases in one recorded launch.
 
 The first programs write lengths, one phase each: a block scan over the requests. The others write
-the page table, some programs a row, each every so-many-th chunk of columns. They touch only columns
+the page table: several programs per row take its chunks of columns in turn. They touch only columns
 that are alive or were at the last fill, so a context costs what its live pages cost, however wide
 the table. Each program keeps a record of its own of how many those were: no other program reads or
 writes it, and a row has as many programs whatever the bucket, so no two fills disagree on whose a

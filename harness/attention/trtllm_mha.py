@@ -1,4 +1,4 @@
-"""TRTLLMHAAttnBackend: MHA and GQA; verify and draft_extend_v2 run on the decode kernel."""
+"""The MHA and GQA backend; verify and draft_extend_v2 run on the decode kernel."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TRTLLMHAAttnBackend(PagedBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attention of every planned query row; rows of padding behind them come out zero."""
+        """Attention of every planned query row; rows of padding after them come out zero."""
         metadata = self.planned(batch)
         if save_kv_cache:
             self._write(k, v, layer, batch, metadata)
@@ -102,4 +102,4 @@ class TRTLLMHAAttnBackend(PagedBackend):
         )
 
     def _is_swa(self, layer: RadixAttention) -> bool:
-        return self._swa_pool is not None and self._swa_pool.places[layer.layer_id].is_swa
+        return self._swa_pool is not None and self._swa_pool.layers_mapping[layer.layer_id].is_swa

@@ -1,4 +1,4 @@
-"""TRTLLMMLABackend: absorbed MLA; nothing of its metadata comes from the host."""
+"""The absorbed MLA backend; none of its metadata comes from the host."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TRTLLMMLABackend(PagedBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attention of every planned query row; rows of padding behind them come out zero."""
+        """Attention of every planned query row; rows of padding after them come out zero."""
         metadata, pool = self.planned(batch), self.token_to_kv_pool
         assert isinstance(pool, MLATokenToKVPool)
         _check_layer(layer)

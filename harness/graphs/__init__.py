@@ -1,1 +1,1 @@
-"""Capture and replay, through the backend interface only."""
+"""Capture and replay of graphs, through the backend interface only."""

@@ -1,4 +1,4 @@
-"""The real thing: ``torch.cuda.CUDAGraph`` behind the same three calls as the tape."""
+"""CUDA graphs: ``torch.cuda.CUDAGraph`` with the three methods of ``Graph``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a captured CUDA graph consists of, asked of the driver through ``cuda.bindings``."""
+"""Nodes of a captured CUDA graph, read from the driver through ``cuda.bindings``."""
 
 from __future__ import annotations
 

@@ -29,17 +29,17 @@ class DraftExtendRunner(GraphRunner[LogitsProcessorOutput, AttentionBackend]):
     """Graphs of DRAFT_EXTEND (v1) or DRAFT_EXTEND_V2.
 
     v1: accepted tokens, packed; a padded request accepts one; softmax and top-k of each request's
-    last row run in the graph. v2: num_tokens_per_req rows a request, no top-k at all.
+    last row run in the graph. v2: num_tokens_per_req rows per request, no top-k.
 
     Args:
         topk: width of the top-k, where there is one.
-        **phase: what ``Phase`` takes.
+        **arguments: further arguments of ``GraphRunner``.
     """
 
     modes = (ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
 
-    def __init__(self, *, topk: int = 1, **phase: Any) -> None:
-        super().__init__(**phase)
+    def __init__(self, *, topk: int = 1, **arguments: Any) -> None:
+        super().__init__(**arguments)
         self.topk = topk
 
     @property
@@ -82,7 +82,7 @@ class DraftExtendRunner(GraphRunner[LogitsProcessorOutput, AttentionBackend]):
         return fields + self.hidden_field(lambda b: extend_input(b).hidden_states, Rows.TOKEN)
 
     def token_counts(self, bs: int) -> range:
-        """v1 is ragged: at least one token a request."""
+        """v1 is ragged: at least one token per request."""
         most = bs * self.num_tokens_per_req
         return range(most if self.is_v2 else bs, most + 1)
 
@@ -105,7 +105,7 @@ class DraftExtendRunner(GraphRunner[LogitsProcessorOutput, AttentionBackend]):
         )
 
     def mismatch_reason(self, batch: ForwardBatch) -> str | None:
-        """As everywhere, and a stride the batch declares is the captured one."""
+        """The base class's reasons, and a declared stride that was not captured."""
         spec = batch.spec_info
         if not isinstance(spec, EagleDraftExtendInput):
             return rejected("spec_info", type(spec).__name__, "EagleDraftExtendInput")

@@ -32,7 +32,8 @@ class DraftRunner(GraphRunner[DraftOutput, MultiStepDraftBackend]):
 
     Args:
         attn_backend: plans every step.
-        **phase: what ``Phase`` takes; mode and num_tokens_per_req (one a step) may be left out.
+        **arguments: further arguments of ``GraphRunner``; mode and num_tokens_per_req (one per
+            step) may be left out.
 
     Raises:
         UsageError: num_tokens_per_req is not the number of draft forwards.
@@ -40,13 +41,15 @@ class DraftRunner(GraphRunner[DraftOutput, MultiStepDraftBackend]):
 
     modes = (ForwardMode.DECODE,)
 
-    def __init__(self, *, attn_backend: MultiStepDraftBackend, **phase: Any) -> None:
+    def __init__(self, *, attn_backend: MultiStepDraftBackend, **arguments: Any) -> None:
         steps = len(attn_backend.attn_backends)
-        phase = {"mode": ForwardMode.DECODE, "num_tokens_per_req": steps} | phase
-        if phase["num_tokens_per_req"] != steps:
-            accepted = f"{steps}, a token a draft forward"
-            raise UsageError(rejected("num_tokens_per_req", phase["num_tokens_per_req"], accepted))
-        super().__init__(attn_backend=attn_backend, **phase)
+        arguments = {"mode": ForwardMode.DECODE, "num_tokens_per_req": steps} | arguments
+        if arguments["num_tokens_per_req"] != steps:
+            accepted = f"{steps}, one token per draft forward"
+            raise UsageError(
+                rejected("num_tokens_per_req", arguments["num_tokens_per_req"], accepted)
+            )
+        super().__init__(attn_backend=attn_backend, **arguments)
 
     def fields(self) -> tuple[Field, ...]:
         """Hidden states are an input where the draft model takes them."""
@@ -94,7 +97,7 @@ class DraftRunner(GraphRunner[DraftOutput, MultiStepDraftBackend]):
         )
 
     def mismatch_reason(self, batch: ForwardBatch) -> str | None:
-        """As everywhere, and the round has the captured number of steps."""
+        """The base class's reasons, and another number of steps than captured."""
         spec = batch.spec_info
         if not isinstance(spec, EagleDraftInput):
             return rejected("spec_info", type(spec).__name__, "EagleDraftInput")

@@ -1,4 +1,4 @@
-"""What a region of code does besides computing: host reads, operations, bytes, moved addresses."""
+"""Side effects of a region of code: host syncs, operations, bytes allocated, moved addresses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SYNCHRONISED = "called a synchronizing CUDA operation"
 
 @dataclass
 class Effects:
-    """What was seen, filled while the region runs.
+    """Counts of a region, filled while it runs.
 
     Attributes:
         host_syncs: ``operation at file:line`` of each, in order.
@@ -51,7 +51,7 @@ class Effects:
 
 
 class AddressLedger:
-    """Where tensors lay when they were entered, by name; it keeps them alive."""
+    """Addresses of tensors at the time they were entered, by name; it keeps them alive."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[str, torch.Tensor, int]] = []

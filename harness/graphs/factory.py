@@ -1,4 +1,4 @@
-"""Which graphs a device has."""
+"""The graph factory of each device."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from harness.graphs.tape import Tape
 
 
 def new_graph(device: torch.device | str) -> GraphFactory:
-    """What captures on this device: a tape on a CPU, a CUDA graph on a GPU."""
+    """The graph factory of this device: of tapes on a CPU, of CUDA graphs on a GPU."""
     return Tape if torch.device(device).type == "cpu" else partial(CudaGraph, device)

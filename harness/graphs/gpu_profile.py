@@ -1,4 +1,4 @@
-"""What a GPU was asked to do and did, from the rows of a profile."""
+"""A GPU's launches, copies and waits, counted from the rows of a profile."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ProfileRow:
 
 @dataclass(frozen=True)
 class Activity:
-    """What a region made a GPU do.
+    """The work of a region on a GPU.
 
     Args:
         done: kernels, copies and fills by name, wherever they were launched.
@@ -46,7 +46,7 @@ class Activity:
 
     @property
     def kernels(self) -> Counter[str]:
-        """What was neither a copy nor a fill of memory."""
+        """Everything but copies and fills of memory."""
         return Counter({k: n for k, n in self.done.items() if not k.startswith(MEMORY)})
 
     @property
@@ -61,7 +61,7 @@ class Activity:
 
     @property
     def replayed(self) -> int:
-        """How much of it graphs launched."""
+        """The part that graphs launched."""
         return self.done.total() - self.launched.total()
 
 

@@ -1,4 +1,4 @@
-"""A graph: recorded once, replayed on the same memory."""
+"""The graph interface: recorded once, replayed on the same memory."""
 
 from __future__ import annotations
 

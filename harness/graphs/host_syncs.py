@@ -1,4 +1,4 @@
-"""What makes a host wait for its device: one table, refused by the tape and counted by effects.
+"""Host syncs, which make the host wait for its device: refused by the tape, counted by effects.
 
 Most reads dispatch an operation; those that only a CUDA tensor would dispatch (``tolist``,
 ``cpu``, …) are recognised by the Python call instead. Both kinds are found on the CPU, where

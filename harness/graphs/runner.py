@@ -1,7 +1,7 @@
 """A runner: one graph for each bucket of batch sizes, over one set of static buffers.
 
 Four verbs. *prepare* checks a batch, fills the buffers and plans on the host; *record* captures
-the device side of planning and the forward; *copy* pours a batch into static memory and never
+the device side of planning and the forward; *copy* writes a batch into static memory and never
 rebinds it; *pad* returns the stale tail to its declared value first.
 """
 
@@ -44,7 +44,7 @@ class GraphRunner(ABC, Generic[Output, Backend]):
         req_to_token_pool: the request-to-token table the captured batches refer to.
         token_to_kv_pool: the KV pool of the model that runs.
         mode: the phase the graphs serve, one of ``modes``.
-        num_tokens_per_req: query tokens a request; the most of them where they are ragged.
+        num_tokens_per_req: query tokens per request; the most of them where they are ragged.
         hidden_size: width of the hidden states fed in, None where none are.
         hidden_dtype: their dtype.
         device: where the static buffers live.
@@ -56,7 +56,7 @@ class GraphRunner(ABC, Generic[Output, Backend]):
 
     Raises:
         UsageError: no batch size to capture, one that is not positive or comes twice, a mode of
-            another runner, or no query token a request.
+            another runner, or no query token per request.
     """
 
     modes: tuple[ForwardMode, ...]
@@ -98,7 +98,7 @@ class GraphRunner(ABC, Generic[Output, Backend]):
 
     @abstractmethod
     def fields(self) -> tuple[Field, ...]:
-        """The static inputs, a row each."""
+        """The static inputs, one field each."""
 
     @abstractmethod
     def static_batch(self, extent: Extent) -> ForwardBatch:
@@ -120,7 +120,7 @@ class GraphRunner(ABC, Generic[Output, Backend]):
         return None
 
     def num_tokens(self, batch: ForwardBatch) -> int:
-        """Query tokens, told by the cache slots because token ids may come late."""
+        """Query tokens, counted by cache slots: token ids may be filled after drafting."""
         return batch.out_cache_loc.shape[0]
 
     def token_counts(self, bs: int) -> range:
@@ -128,7 +128,7 @@ class GraphRunner(ABC, Generic[Output, Backend]):
         return range(bs * self.num_tokens_per_req, bs * self.num_tokens_per_req + 1)
 
     def finish(self, output: Output, batch: ForwardBatch) -> Output:
-        """What a graph computes behind the forward; nothing by default."""
+        """The output that a graph returns, computed after the forward; by default the forward's."""
         return output
 
     def adopt_backend_buffers(self) -> None:

@@ -1,4 +1,4 @@
-"""The static inputs of a captured graph: a row of a table each, padded and then copied into."""
+"""The static inputs of a captured graph, one field each, padded and then copied into."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.upstream.forward_batch_info import ForwardBatch
 
 
 class Rows(Enum):
-    """What one row of a buffer belongs to."""
+    """The owner of one row of a buffer."""
 
     REQUEST = auto()
     TOKEN = auto()
@@ -47,7 +47,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Extent:
-    """How much of the buffers a batch fills: real requests and tokens, and those of its bucket."""
+    """The part of the buffers that a batch fills: its requests and tokens, and its bucket's."""
 
     bs: int
     tokens: int
@@ -70,12 +70,12 @@ class StaticBuffer:
         return self.tensor[: steps * size].view(steps, size, *self.field.width)
 
     def padding(self, extent: Extent, real: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Everything behind ``real`` rows of each step, and everything behind the bucket."""
+        """Everything after ``real`` rows of each step, and everything after the bucket."""
         window = self.window(extent)
         return window[:, real:], self.tensor[window.shape[0] * window.shape[1] :]
 
     def pad(self, extent: Extent, real: int) -> None:
-        """Return whatever an earlier batch left behind to the declared pad."""
+        """Return whatever an earlier batch left there to the declared pad."""
         for stale in self.padding(extent, real):
             if stale.numel():
                 stale.fill_(self.field.pad)
@@ -135,7 +135,7 @@ class StaticInputs:
         return {name: buffer.window(extent) for name, buffer in self.by_name.items()}
 
     def copy(self, batch: ForwardBatch, extent: Extent, *, filled_after_draft: bool) -> None:
-        """Pour in the batch's early or late tensors, each buffer padded first."""
+        """Copy the batch's tensors of before or after drafting; each buffer is padded first."""
         for buffer in self.by_name.values():
             if buffer.field.filled_after_draft is filled_after_draft:
                 buffer.copy(batch, extent)

@@ -1,4 +1,4 @@
-"""A CUDA graph without a GPU: operations recorded once, replayed on the same memory."""
+"""The tape, a CUDA graph without a GPU: operations recorded once, replayed on the same memory."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Tape:
 
 
 class _Recorder(TorchDispatchMode):
-    """What one capture sees."""
+    """The record of one capture."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -34,7 +34,7 @@ class TargetVerifyRunner(GraphRunner[LogitsProcessorOutput, AttentionBackend]):
     modes = (ForwardMode.TARGET_VERIFY, ForwardMode.DECODE)
 
     def fields(self) -> tuple[Field, ...]:
-        """Token ids are late: the draft decides them."""
+        """Token ids are filled after drafting, which decides them."""
         return (
             Field(name="req_pool_indices", read=lambda b: b.req_pool_indices, pad=0),
             Field(name="seq_lens", read=lambda b: b.seq_lens, pad=self.seq_len_pad),
@@ -81,7 +81,7 @@ class TargetVerifyRunner(GraphRunner[LogitsProcessorOutput, AttentionBackend]):
         )
 
     def mismatch_reason(self, batch: ForwardBatch) -> str | None:
-        """As everywhere, and the chain has the captured number of draft tokens."""
+        """The base class's reasons, and another number of draft tokens than captured."""
         spec = batch.spec_info
         wanted = EagleVerifyInput if self.mode is ForwardMode.TARGET_VERIFY else type(None)
         if (reason := super().mismatch_reason(batch)) is not None:

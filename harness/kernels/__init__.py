@@ -1,1 +1,1 @@
-"""Kernels: tensors in, tensors out; no batch, no pool."""
+"""Attention kernels: tensors in, tensors out; no batch, no pool."""

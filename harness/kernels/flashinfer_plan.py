@@ -3,7 +3,7 @@
 FlashInfer plans a schedule of query tiles on the host from the lengths of a batch. Here a schedule
 is planned once for a geometry, as if every request had the most queries and pages that it may have,
 and keys are never split. Which tiles and rows there really are, the kernel then reads from index
-buffers on the device; tiles behind a request's queries compute what nobody stores. The buffers are
+buffers on the device; tiles after a request's queries compute what nobody stores. The buffers are
 refilled before each launch by a few recorded operations, without a read by the host.
 
 The output of request r begins at row ``r * max_q_len`` of the kernel's output, as planned, and is
@@ -26,7 +26,7 @@ KERNEL = "flashinfer's paged prefill"
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillGeometry:
-    """What a schedule depends on; no value of a device tensor is in it."""
+    """Shape and options of a schedule; no value of a device tensor is in it."""
 
     batch_size: int
     max_q_len: int
@@ -105,7 +105,7 @@ class PrefillPlan:
         scale: float,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[rows, heads, head_dim], a request every max_q_len rows; rows of no query are anything.
+        """[rows, heads, head_dim], a request every max_q_len rows; the others are undefined.
 
         Args:
             q: [T, heads, head_dim], ragged as filled in.

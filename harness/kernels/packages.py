@@ -1,4 +1,4 @@
-"""The packages that real kernels live in, and the machines they run on."""
+"""The packages of the real kernels, and the devices they run on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.core.environment import compute_capability
 from harness.errors import UsageError, rejected
 
 WANTED = {"flashinfer": "flashinfer-python 0.6.12", "sgl_kernel": "sglang-kernel 0.4.4"}
-"""Top-level module -> distribution and the version that the providers are written against."""
+"""Top-level module -> distribution and the version that the kernels are written against."""
 
 
 def load(module: str, kernel: str) -> Any:

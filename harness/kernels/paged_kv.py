@@ -1,4 +1,4 @@
-"""The keys and values of a call as a kernel finds them: cache pages behind a block table."""
+"""Paged keys and values of a call: cache pages that a block table lists."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class PagedKeys:
         caches: (keys, values), [pages, page_size, kv_heads, dim] each, or MLA's (latent,),
             [pages, page_size, kv_lora_rank + rope].
         block_tables: [bs, width] int32.
-        seq_lens: [bs] int32, keys a request.
-        max_seq_len: longest length the caller announces.
+        seq_lens: [bs] int32, keys per request.
+        max_seq_len: bound of ``seq_lens``, known to the host.
         kv_lora_rank: leading columns of the latent that are the value; 0 for MHA.
     """
 
@@ -33,7 +33,7 @@ class PagedKeys:
 
     @property
     def page_size(self) -> int:
-        """Tokens a page."""
+        """Tokens per page."""
         return self.caches[0].shape[1]
 
     def live_columns(self, width: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which kernels a device has: the real one, or the strict reference in its place."""
+"""The kernel registry: per device the real kernel, or the strict reference in its place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KERNELS: dict[tuple[Family, str], Maker] = {
 
 
 def real_kernel(family: Family, name: str, device: torch.device | str) -> Maker | None:
-    """What makes this kernel on this device; None where the reference stands in."""
+    """The constructor of this kernel on this device; None where the reference stands in."""
     return None if torch.device(device).type == "cpu" else KERNELS.get((family, name))
 
 

@@ -8,18 +8,18 @@ import torch
 
 from harness.kernels.paged_kv import is_readable
 
-MAX_SCORES = 1 << 24
+SCORES_PER_BLOCK = 1 << 24
 """Scores held at once; long prefills are cut into blocks of query tokens to stay within it."""
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """How scores become weights.
+    """Scale, window, sinks and mask of a softmax.
 
     Args:
         scale: of the softmax argument.
         window_left: keys seen to the left besides the query's own, -1 for all.
-        sinks: [heads] float32, a logit a head that takes probability and gives nothing.
+        sinks: [heads] float32, one logit per head that takes probability and gives nothing.
         packed_mask: [bs, queries, words] uint16, replaces causality inside the last ``queries``
             keys of each request.
     """
@@ -81,7 +81,7 @@ def attend(
         spoils = broken.float().permute(0, 2, 1, 3)
     values = values.masked_fill(broken, 0).permute(0, 2, 1, 3)
     keys = keys.permute(0, 2, 3, 1)
-    rows = max(1, MAX_SCORES // max(1, q.shape[0] * q.shape[2] * keys.shape[3]))
+    rows = max(1, SCORES_PER_BLOCK // max(1, q.shape[0] * q.shape[2] * keys.shape[3]))
     blocks = [
         _block(queries, keys, values, spoils, visible, softmax)
         for queries, visible in zip(q.split(rows, 1), seen.split(rows, 1), strict=True)

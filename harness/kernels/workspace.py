@@ -39,7 +39,7 @@ class Workspace:
 
     @property
     def scratch(self) -> torch.Tensor:
-        """[bytes] uint8 behind the semaphores, for a kernel that has none."""
+        """[bytes] uint8 after the semaphores, for a kernel that has none."""
         return self.buffer[self.semaphores.numel() :]
 
 

@@ -1,4 +1,4 @@
-"""Where tokens live: the request-to-token table, and the pages that requests take and give back."""
+"""Allocators: the request-to-token table, and pages of KV slots."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ReqToTokenPool:
 
     @property
     def available(self) -> int:
-        """Rows nobody holds."""
+        """Free rows."""
         return len(self._free)
 
     def alloc(self, count: int) -> list[int]:
@@ -40,7 +40,7 @@ class ReqToTokenPool:
         return taken
 
     def free(self, rows: Sequence[int]) -> None:
-        """Give rows back.
+        """Release rows.
 
         Raises:
             ContractError: a row is free already.
@@ -61,7 +61,7 @@ class PagedAllocator:
 
     @property
     def available_pages(self) -> int:
-        """Pages nobody holds."""
+        """Free pages."""
         return len(self._free)
 
     def alloc(self, count: int) -> list[int]:
@@ -76,7 +76,7 @@ class PagedAllocator:
         return taken
 
     def free(self, pages: Sequence[int]) -> None:
-        """Give pages back.
+        """Release pages.
 
         Raises:
             ContractError: a page is free already, or is the padding page.

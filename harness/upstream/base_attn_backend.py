@@ -1,4 +1,4 @@
-"""The contract of an attention backend, mirroring SGLang 0.5.14's ``base_attn_backend.py``."""
+"""The interface of an attention backend, that of SGLang 0.5.14's ``base_attn_backend.py``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SGLANG_VERSION = "0.5.14"
 
 
 class AttentionBackend(ABC):
-    """A backend plans metadata once a forward and then serves every layer of it.
+    """A backend plans metadata once per forward and then serves every layer of it.
 
     Metadata has three entries. ``init_forward_metadata`` is the eager one and runs the other two.
     ``init_forward_metadata_out_graph`` runs on the host before capture and before every replay.
-    ``init_forward_metadata_in_graph`` is recorded: fixed shapes, no host read, no data-dependent
+    ``init_forward_metadata_in_graph`` is recorded: fixed shapes, no host sync, no data-dependent
     allocation.
     """
 
@@ -146,7 +146,7 @@ class AttentionBackend(ABC):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """One query a request."""
+        """One query per request."""
 
     @abstractmethod
     def forward_extend(
@@ -159,11 +159,11 @@ class AttentionBackend(ABC):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Several queries a request: prefill, verify and both draft extends."""
+        """Several queries per request: prefill, verify and both draft extends."""
 
 
 class MultiStepDraftBackend(ABC):
-    """One backend a draft step, planned together.
+    """One backend per draft step, planned together.
 
     Attributes:
         attn_backends: speculative_num_steps - 1 backends; step i sees seq_lens + i + 1 keys.

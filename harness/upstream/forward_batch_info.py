@@ -1,4 +1,4 @@
-"""What SGLang hands a backend: the mode, the batch and the three EAGLE inputs (names of 0.5.14)."""
+"""Forward modes, batches and the three EAGLE inputs, by their names in SGLang 0.5.14."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.upstream.radix_attention import RadixAttention
 
 
 class ForwardMode(IntEnum):
-    """Which phase a forward serves."""
+    """The phase that a forward serves."""
 
     EXTEND = auto()
     DECODE = auto()
@@ -28,7 +28,7 @@ class ForwardMode(IntEnum):
         return self is ForwardMode.EXTEND
 
     def is_decode(self) -> bool:
-        """One query a request: plain decode and each step of a multi-step draft."""
+        """One query per request: plain decode and each step of a multi-step draft."""
         return self is ForwardMode.DECODE
 
     def is_idle(self) -> bool:
@@ -36,7 +36,7 @@ class ForwardMode(IntEnum):
         return self is ForwardMode.IDLE
 
     def is_target_verify(self) -> bool:
-        """num_draft_tokens queries a request, behind seq_lens committed tokens."""
+        """num_draft_tokens queries per request, after seq_lens committed tokens."""
         return self is ForwardMode.TARGET_VERIFY
 
     def is_draft_extend(self, include_v2: bool = False) -> bool:
@@ -57,7 +57,7 @@ class EagleDraftInput:
         topk_p: [bs, topk] float32, its probability.
         hidden_states: [bs, hidden] of the token before it.
         num_steps: speculative steps of the round.
-        kv_indptr: [num_steps - 1, bs + 1] int32, written by an unoptimized parent only.
+        kv_indptr: [num_steps - 1, bs + 1] int32, written by a baseline's parent only.
         kv_indices: [num_steps - 1, …] int32, likewise.
     """
 
@@ -75,7 +75,7 @@ class EagleVerifyInput:
 
     Args:
         draft_token: [bs * draft_token_num] int64; the first of each request is the bonus token.
-        draft_token_num: query tokens a request.
+        draft_token_num: query tokens per request.
         custom_mask: flat bool FULL_MASK (sum over requests of draft_token_num * (seq_len +
             draft_token_num) entries), or None where the kernel is causal by itself.
     """
@@ -90,10 +90,10 @@ class EagleDraftExtendInput:
     """Input of a draft extend, batch size bs.
 
     Args:
-        hidden_states: [tokens, hidden] of the target, one a query token, or None.
+        hidden_states: [tokens, hidden] of the target, one per query token, or None.
         num_accept_tokens: [bs] int32, accepted tokens including the bonus token.
         num_accept_tokens_cpu: the same on the host where it is known there.
-        num_tokens_per_req: uniform rows a request (v2, and any captured graph); 0 where unset.
+        num_tokens_per_req: uniform rows per request (v2, and any captured graph); 0 where unset.
     """
 
     hidden_states: torch.Tensor | None
@@ -137,9 +137,9 @@ class ForwardBatch:
             already advanced over the query tokens.
         out_cache_loc: [T] int64, slots the new keys and values go to. A multi-step draft has
             [(num_steps - 1) * bs], step-major.
-        seq_lens_cpu: [bs] int64 mirror on the host, None where the worker skips the copy.
+        seq_lens_cpu: [bs] int64 copy on the host, None where the worker skips the copy.
         seq_lens_sum: its sum, or None likewise.
-        extend_seq_lens: [bs] int32, query tokens a request (extend and draft_extend v1).
+        extend_seq_lens: [bs] int32, query tokens per request (extend and draft_extend v1).
         extend_seq_lens_cpu: the same on the host; known there without a copy.
         spec_info: the EAGLE input of the phase, if any.
         attn_backend: whoever runs attention for this forward.
@@ -170,10 +170,10 @@ class ForwardBatch:
 
 @dataclass
 class LogitsProcessorOutput:
-    """What a forward returns.
+    """The output of a forward.
 
     Args:
-        next_token_logits: [rows, vocab] float32, a row a query token.
+        next_token_logits: [rows, vocab] float32, one row per query token.
         hidden_states: [rows, hidden] that the draft model continues from.
         topk_p: [bs, topk] probabilities of selected rows; draft_extend v1 graphs only.
         topk_index: [bs, topk] int64, likewise.
@@ -187,11 +187,11 @@ class LogitsProcessorOutput:
 
 @dataclass
 class DraftOutput:
-    """What a multi-step draft returns, batch size bs.
+    """The output of a multi-step draft, batch size bs.
 
     Args:
         draft_tokens: [bs, num_steps] int64, the first one given, the others drafted.
-        next_token_logits: [bs, num_steps - 1, vocab] float32, a slice a step.
+        next_token_logits: [bs, num_steps - 1, vocab] float32, one slice per step.
         hidden_states: [bs, num_steps - 1, hidden].
     """
 

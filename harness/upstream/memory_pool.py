@@ -1,4 +1,4 @@
-"""Where keys and values live: pools of pages for MHA, for MLA and for layers with a window."""
+"""KV pools: pages for MHA, for MLA and for layers with a window."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ class MLATokenToKVPool:
 
 
 @dataclass(frozen=True)
-class LayerPlace:
-    """Where a layer of a hybrid model lives."""
+class LayerIndex:
+    """The pool of a layer of a hybrid model, and its index there."""
 
     is_swa: bool
     index: int
@@ -139,11 +139,11 @@ class SWAKVPool:
         self.page_size = full_pool.page_size
         self.num_pages = full_pool.num_pages
         self.dtype = full_pool.dtype
-        self.places: list[LayerPlace] = []
+        self.layers_mapping: list[LayerIndex] = []
         counts = {False: 0, True: 0}
         for layer_id in range(num_layers):
             is_swa = layer_id in swa_layer_ids
-            self.places.append(LayerPlace(is_swa, counts[is_swa]))
+            self.layers_mapping.append(LayerIndex(is_swa, counts[is_swa]))
             counts[is_swa] += 1
         self.full_to_swa_index_mapping = torch.zeros(
             full_pool.num_pages * full_pool.page_size,
@@ -157,8 +157,8 @@ class SWAKVPool:
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the layer by page, from whichever pool holds it."""
-        place = self.places[layer_id]
-        return (self.swa_pool if place.is_swa else self.full_pool).get_kv_buffer(place.index)
+        own = self.layers_mapping[layer_id]
+        return (self.swa_pool if own.is_swa else self.full_pool).get_kv_buffer(own.index)
 
     def set_kv_buffer(
         self,
@@ -168,10 +168,10 @@ class SWAKVPool:
         v: torch.Tensor,
     ) -> None:
         """Write to ``loc``, which is in the index space of the pool that holds the layer."""
-        place = self.places[layer.layer_id]
-        pool = self.swa_pool if place.is_swa else self.full_pool
-        pool.k_buffer[place.index][loc] = quantize(k, layer.k_scale, pool.dtype)
-        pool.v_buffer[place.index][loc] = quantize(v, layer.v_scale, pool.dtype)
+        own = self.layers_mapping[layer.layer_id]
+        pool = self.swa_pool if own.is_swa else self.full_pool
+        pool.k_buffer[own.index][loc] = quantize(k, layer.k_scale, pool.dtype)
+        pool.v_buffer[own.index][loc] = quantize(v, layer.v_scale, pool.dtype)
 
 
 KVPool = MHATokenToKVPool | MLATokenToKVPool | SWAKVPool

@@ -15,8 +15,8 @@ class RadixAttention:
         layer_id: index into the KV pool.
         tp_q_head_num: query heads on this rank.
         tp_k_head_num: KV heads on this rank; 1 for MLA.
-        head_dim: query/key size a head; for absorbed MLA kv_lora_rank + qk_rope_head_dim.
-        v_head_dim: value size a head; for absorbed MLA kv_lora_rank.
+        head_dim: query/key size per head; for absorbed MLA kv_lora_rank + qk_rope_head_dim.
+        v_head_dim: value size per head; for absorbed MLA kv_lora_rank.
         scaling: softmax scale.
         sliding_window_size: keys seen to the left besides the query itself, -1 for all.
         k_scale: per-tensor scale of cached keys.

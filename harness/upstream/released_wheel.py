@@ -2,14 +2,14 @@
 
 A wheel comes from the package index at run time. Two files of it are extracted, the backend and
 its Triton kernel, and imported alone: every other module of sglang is a stub while they load.
-Per EAGLE decode iteration the backend's own method runs once a phase: two draft steps, target
+Per EAGLE decode iteration the backend's own method runs once per phase: two draft steps, target
 verify and draft extend v2.
 
 * 0.5.13: torch operations, planned on the host, which reads the longest length from the device at
   each draft step; they cannot be captured.
-* 0.5.14: torch operations and one Triton kernel a phase for the page table; nothing is read on the
-  host, so they can be captured, though the release runs them before its graphs.
-* 0.5.16: one fused Triton kernel a phase, recorded; it writes the whole width of each table.
+* 0.5.14: torch operations and one Triton kernel per phase for the page table; nothing is read on
+  the host, so they can be captured, though the release runs them before its graphs.
+* 0.5.16: one fused Triton kernel per phase, recorded; it writes the whole width of each table.
 * 0.5.23: the same kernel, bounded by the live pages.
 """
 
@@ -71,7 +71,7 @@ WHEELS = {
 
 
 def cache() -> Path:
-    """Where extracted files lie, a folder a version; ``SPECGATE_WHEELS`` names another one."""
+    """The folder of extracted files, by version; ``SPECGATE_WHEELS`` names another one."""
     given = os.environ.get(FOLDER)
     return Path(given).absolute() if given else Path.home() / ".cache/specgate/wheels"
 

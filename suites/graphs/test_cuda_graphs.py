@@ -1,4 +1,4 @@
-"""CUDA graphs are recorded aside, own their memory, hold every step, and refuse host reads."""
+"""CUDA graphs are recorded aside, own their memory, hold every step, and refuse host syncs."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_all_steps_of_a_draft_are_one_graph(subject: str, cuda: torch.device) ->
 
 
 def attention(graph: CudaGraph) -> int:
-    """Kernels of the provider's package, by their names."""
+    """Kernels of the kernel package, by their names."""
     return sum(
         any(word in name.lower() for word in ("xqa", "mha", "mla")) for name in graph.kernel_names()
     )

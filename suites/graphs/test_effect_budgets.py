@@ -56,7 +56,7 @@ def test_a_row_tells_counts_above_and_below_it() -> None:
     }
 
 
-def test_a_cost_names_the_line_of_a_host_read_and_what_moved(
+def test_a_cost_names_the_line_of_a_host_sync_and_what_moved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     budget = BUDGETS["target_verify-trtllm_mla/trtllm_gen-graph"]

@@ -1,4 +1,4 @@
-"""No mode leaves anything behind for the next one, whatever the two are and however they run."""
+"""No mode leaves anything for the next one, whatever the two are and however they run."""
 
 from __future__ import annotations
 

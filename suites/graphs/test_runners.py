@@ -99,7 +99,7 @@ def test_every_padded_element_holds_its_declared_pad_after_a_larger_batch() -> N
     assert all((part == runner.pads[name]).all() for name, part in padding.items())
 
 
-def test_padding_behind_the_bucket_is_reset_too() -> None:
+def test_padding_after_the_bucket_is_reset_too() -> None:
     runner = make()
     poison(runner)
     runner.replay(verify(6))
@@ -147,7 +147,7 @@ def test_prepare_runs_before_the_draft_tokens_are_known() -> None:
     assert runner.attn_backend.log[-1] == "plan 4"
 
 
-def test_host_mirrors_are_padded_where_they_are_carried_and_not_missed_where_not() -> None:
+def test_seq_lens_cpu_is_padded_where_it_is_carried_and_not_missed_where_not() -> None:
     runner = make()
     runner.replay(verify(5, 9, 7))
     assert runner.attn_backend.plans[-1].seq_lens_cpu is None

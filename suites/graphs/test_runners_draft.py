@@ -83,7 +83,7 @@ def test_draft_outputs_outlive_the_next_replay_and_no_length_leaks() -> None:
     assert runner.buffers["seq_lens"].tolist() == [8, 4, 1, 1]
 
 
-def test_a_draft_counts_a_token_a_step() -> None:
+def test_a_draft_counts_one_token_per_step() -> None:
     runner = drafter(num_tokens_per_req=STEPS - 1)
     assert runner.attn_backend.log[0] == "state 4 12"
     with pytest.raises(UsageError, match="num_tokens_per_req = 1"):

@@ -139,7 +139,7 @@ def test_v2_keeps_uniform_rows_and_computes_no_topk() -> None:
     assert not [name for name in runner.graphs[4].operations if "topk" in name or "softmax" in name]
 
 
-def test_the_unoptimized_v2_computes_the_same_and_a_topk_besides() -> None:
+def test_the_baseline_v2_computes_the_same_and_a_topk_besides() -> None:
     slow = extender(V2, BaselineDraftExtendRunner, forward=uneven, topk=2)
     batch = extend_batch(V2, [19, 16, 18], [1, 3, 2])
     expected, obtained = extender(V2, forward=uneven).replay(batch), slow.replay(batch)

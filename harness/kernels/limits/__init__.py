@@ -1,1 +1,1 @@
-"""Capability tables asked of the kernels themselves, and the random calls that ask them."""
+"""Probes of a kernel's capability table against the kernel itself."""

@@ -36,7 +36,7 @@ WORKERS, SECONDS = 8, 480
 AGREES = {KVDtype.AUTO: 1e-2, KVDtype.FP8: 1e-1}
 """Largest relative L2 error of a row: some bf16 roundings; softmax weights rounded to FP8."""
 KERNEL_ERRORS = (SpecgateError, AssertionError, KeyError, RuntimeError, TypeError, ValueError)
-"""How kernel packages say no."""
+"""Errors by which kernel packages refuse a call."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ProbeAnswer:
 
     @property
     def verdict(self) -> str:
-        """Of the table."""
+        """The verdict on the table."""
         if self.is_within:
             return "right" if self.agrees else "TOO LOOSE"
         return "stricter than the kernel" if self.agrees else "right"
@@ -70,7 +70,7 @@ class ProbeAnswer:
         return separator.join((self.kernel, self.what, side, self.said, self.verdict))
 
 
-class Unchecked(CheckedKernel):
+class UncheckedKernel(CheckedKernel):
     """A kernel without its checks."""
 
     def _check(self, *_: Any) -> None:
@@ -80,11 +80,11 @@ class Unchecked(CheckedKernel):
 def ask(probe: LimitProbe, kernel: CheckedKernel, device: torch.device) -> ProbeAnswer:
     """Launch a probe past the kernel's checks, and compare with the reference kernel."""
     call = draw(probe.shape, device)
-    reference = Unchecked(REFERENCE, FUNCTIONS)
+    reference = UncheckedKernel(REFERENCE, FUNCTIONS)
     expected = call.on(reference, out_dtype=torch.float32)
     question = (probe.capability.name, probe.what, probe.is_within)
     try:
-        obtained = call.on(Unchecked(kernel.capability, kernel.kernels))
+        obtained = call.on(UncheckedKernel(kernel.capability, kernel.kernels))
         error = worst_row(obtained, expected)
     except KERNEL_ERRORS as reason:
         first = str(reason).strip().partition("\n")[0][:160]

@@ -80,7 +80,7 @@ class Shape:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """Of the drawn cache."""
+        """The cache's dtype."""
         auto = self.kv_dtype is KVDtype.AUTO
         found: torch.dtype = getattr(torch, self.dtype if auto else self.kv_dtype)
         return found

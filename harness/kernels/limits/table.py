@@ -1,4 +1,4 @@
-"""What ``limits`` asks: calls within and beyond every field of the capabilities, as rows."""
+"""Probe rows of ``limits``: calls within and beyond every field of the capabilities."""
 
 from __future__ import annotations
 

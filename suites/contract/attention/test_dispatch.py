@@ -23,7 +23,7 @@ Cut = list[int] | None
 Row = tuple[Family, Mode, str, str, int, Cut, list[list[int]]]
 EAGER, CAPTURE, REPLAY = "eager", "capture", "replay"
 MHA, MLA = Family.MHA, Family.MLA
-# family, mode, path, entry, queries a request, ragged cut (context entries), keys each step sees
+# family, mode, path, entry, queries per request, ragged cut (context entries), keys each step sees
 ROWS: tuple[Row, ...] = (
     (MHA, Mode.EXTEND, EAGER, "context", 7, [0, 2, 9, 10], [[32, 12, 67]]),
     (MLA, Mode.EXTEND, EAGER, "mla_context", 7, [0, 2, 9, 10], [[32, 12, 67]]),
@@ -142,7 +142,7 @@ def test_what_reaches_the_kernel(row: Row, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def check_pages(rig: Rig, tables: torch.Tensor, keys: list[int], path: str) -> None:
-    """Real requests read their own pages; nothing stands behind the last one, nor in padding."""
+    """Real requests read their own pages; nothing stands after the last one, nor in padding."""
     owned = rig.pool_state.inputs.tested.pages if path != CAPTURE else ()
     for i, (row, seen) in enumerate(zip(tables.tolist(), keys, strict=True)):
         live = -(-seen // 32)

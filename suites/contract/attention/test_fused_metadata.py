@@ -27,7 +27,7 @@ from harness.graphs.cuda import CudaGraph
 from harness.graphs.effects import observe
 
 NORESERVE = 0x4000  # of Linux; mmap does not name it.
-# requests; tokens a page; longest context; fills
+# requests; tokens per page; longest context; fills
 SHAPES = (
     (1, 16, 200, 3),
     (2, 64, 700, 3),
@@ -124,7 +124,7 @@ def test_pages_and_write_locations_of_windowed_layers(
 def test_a_length_beyond_the_request_table_reads_nothing_of_another_request(
     fused: bool, device: torch.device
 ) -> None:
-    # Four pages a request, in a page table whose width was rounded up to eight.
+    # Four pages per request, in a page table whose width was rounded up to eight.
     table = torch.arange(3 * 64, dtype=torch.int32).view(3, 64).to(device)
     writer = MetadataWriter(
         TableLayout(req_to_token=table, page_size=16, width=8, swa_pool=None),

@@ -174,7 +174,7 @@ def test_arguments_out_of_range(kind: Any, changes: dict[str, int], text: str) -
         backend(kind, **changes)
 
 
-def test_one_write_location_a_step_and_request() -> None:
+def test_one_write_location_per_step_and_request() -> None:
     multi_step = backend(TRTLLMMLAMultiStepDraftBackend)
     batch = draft_batch(multi_step).with_changes(out_cache_loc=LOCS[:4])
     with pytest.raises(ContractError, match=r"out_cache_loc rows = 4 .* multiple of 3"):

@@ -1,4 +1,4 @@
-"""Each optimization saves what the peer that undoes it spends, and changes no answer."""
+"""Each optimization saves what the baseline that undoes it spends, and changes no answer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BACKENDS: tuple[type[AttentionBackend], ...] = (
     peers.ContextKernelMHABackend,
     peers.VerifyFixUpMHABackend,
 )
-# peer, the subject it undoes an optimization of, modes, and the count it must exceed
+# baseline, the subject it undoes an optimization of, modes, and the count it must exceed
 UNDONE = (
     ("trtllm_mla-host_lengths/trtllm_gen", MLA, "host_syncs"),
     ("trtllm_mla-kv_indices/trtllm_gen", MLA, "planning"),
@@ -61,7 +61,7 @@ SAVINGS = [
 
 
 @pytest.mark.parametrize(("peer", "own", "name", "mode"), SAVINGS)
-def test_the_peer_pays_what_the_optimization_saves(
+def test_the_baseline_pays_what_the_optimization_saves(
     peer: str, own: str, name: str, mode: Mode
 ) -> None:
     wasted = cost(ragged_rig(peer, mode), GRAPH, BUCKET).counts[name]
@@ -79,7 +79,7 @@ def test_the_peer_pays_what_the_optimization_saves(
         for mode in sorted(SUBJECTS[peer].modes)
     ],
 )
-def test_the_peer_gives_the_same_answers(
+def test_the_baseline_gives_the_same_answers(
     peer: str, own: str, mode: Mode, execution: Execution
 ) -> None:
     optimized, plain = (
@@ -106,7 +106,7 @@ def test_lengths_are_copied_only_where_a_backend_reads_them() -> None:
 
 
 @pytest.mark.parametrize("mode", [Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND, Mode.DECODE])
-def test_an_mla_replay_neither_has_nor_misses_a_host_mirror(mode: Mode) -> None:
+def test_an_mla_replay_neither_has_nor_misses_seq_lens_cpu(mode: Mode) -> None:
     own = ragged_rig(MLA, mode)
     assert own.batch.seq_lens_cpu is None
     assert own.batch.seq_lens_sum is None

@@ -44,7 +44,7 @@ def test_a_multi_step_draft_plans_each_step_once_and_leaves_its_input_alone(
 
 
 @pytest.mark.parametrize("subject", [MHA, MLA])
-def test_the_older_pair_plans_a_draft_step_on_one_more_key_each(subject: str) -> None:
+def test_the_older_pair_plans_one_more_key_per_draft_step(subject: str) -> None:
     own = ragged_rig(subject, Mode.MULTI_STEP_DRAFT)
     own.backend.init_cuda_graph_state(4, 4)
     rows, lens = own.batch.req_pool_indices, own.batch.seq_lens

@@ -46,7 +46,7 @@ def test_replay_equals_dense(scene_of: Any, kind: Any, mode: ForwardMode) -> Non
     extend = scene.batch(ForwardMode.EXTEND, (1, 4))
     scene.run(extend, scene.inputs(5), scene.layer)
 
-    # v1 packs 1 + 3 tokens into its 6 rows; the two behind them are nobody's.
+    # v1 packs 1 + 3 tokens into its 6 rows; the two after them are nobody's.
     lens, totals = (1, 3) if mode is V1 else q_lens, (11, 19)
     moved, tokens = scene.batch(mode, lens, totals), sum(lens)
     static.seq_lens.copy_(moved.seq_lens)

@@ -44,9 +44,9 @@ def test_one_table_serves_the_round(steps: int, drafts: int, family: str) -> Non
             assert part.cu_seqlens_k.tolist() == [0, keys[0], sum(keys)][: len(keys) + 1]
             assert part.cu_seqlens_q[-1] == len(keys) * part.geometry.max_q_len
             assert part.page_table.data_ptr() == table.data_ptr()
-            # The extend counts from behind the verify.
-            covers = max(steps - 1, drafts) - (drafts if part is trio.parts()[-1] else 0)
-            assert part.geometry.table_offset == covers
+            # The extend counts from the end of the verify.
+            num_table_keys = max(steps - 1, drafts) - (drafts if part is trio.parts()[-1] else 0)
+            assert part.geometry.table_offset == num_table_keys
         for row, length, request in zip(table.tolist(), seq_lens, (1, 3), strict=False):
             held = slots(request, 0, length + max(steps - 1, drafts))[::4] // 4
             assert row == held.tolist() + [0] * (len(row) - len(held))

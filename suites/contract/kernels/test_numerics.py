@@ -55,7 +55,7 @@ def test_what_stands_for_nan_is_finite_and_far_off(dtype: torch.dtype) -> None:
     assert stored > 300
 
 
-def test_a_stage_is_poisoned_by_what_it_is_told() -> None:
+def test_a_pool_state_is_poisoned_by_the_value_it_is_given() -> None:
     pool_state = make_pool_state(make_trial_inputs(FP8_VERIFY), unread=LARGE)
     assert all(buffer.float().isfinite().all() for buffer in pool_state.buffers().values())
     assert any((buffer.float() == 384).any() for buffer in pool_state.buffers().values())

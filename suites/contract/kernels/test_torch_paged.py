@@ -132,7 +132,7 @@ def test_a_full_last_page_makes_no_other_page_live() -> None:
 def test_nan_reaches_exactly_the_rows_that_see_it(kernel: TorchPaged, cache: str) -> None:
     pool, q = mha_pool(), torch.randn(6, HEADS, 8)
     clean = kernel.decode(uniform(q, pool))
-    # Unowned slots, and request 3's slots behind its end: unread.
+    # Unowned slots, and request 3's slots after its end: unread.
     owned = torch.cat([slots(row, 0, n) for row, n in zip(ROWS, LENS, strict=True)])
     unread = torch.ones(pool.num_pages * 4, dtype=torch.bool)
     unread[owned] = False
@@ -171,7 +171,7 @@ def test_blocks_of_queries_change_nothing(
 ) -> None:
     pool, q = mha_pool(), torch.randn(6, HEADS, 8)
     whole = kernel.decode(uniform(q, pool))
-    monkeypatch.setattr(torch_attention, "MAX_SCORES", 1)
+    monkeypatch.setattr(torch_attention, "SCORES_PER_BLOCK", 1)
     torch.testing.assert_close(kernel.decode(uniform(q, pool)), whole)
 
 

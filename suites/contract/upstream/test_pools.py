@@ -24,7 +24,7 @@ FP8 = torch.float8_e4m3fn
     ],
     ids=["rows", "pages"],
 )
-def test_what_is_taken_is_nobody_elses_until_it_is_given_back(
+def test_what_is_allocated_is_nobody_elses_until_it_is_freed(
     pool: Any, first: list[int], free: str, what: str
 ) -> None:
     assert getattr(pool, free) == 3
@@ -43,7 +43,7 @@ def test_what_is_taken_is_nobody_elses_until_it_is_given_back(
     assert getattr(pool, free) == 2
 
 
-def test_the_padding_page_is_never_handed_out_nor_taken_back() -> None:
+def test_the_padding_page_is_never_allocated_nor_freed() -> None:
     pages = PagedAllocator(5, PAGE)
     assert PADDING_SLOT not in pages.alloc(4)
     with pytest.raises(ContractError, match="padding page freed"):

@@ -23,22 +23,22 @@ def test_layers_of_a_hybrid_model_live_in_their_own_pool_under_their_own_index()
         swa_layer_ids=frozenset({1, 2}),
         num_layers=4,
     )
-    places = [(place.is_swa, place.index) for place in pool.places]
-    assert places == [(False, 0), (True, 0), (True, 1), (False, 1)]
+    layers = [(layer.is_swa, layer.index) for layer in pool.layers_mapping]
+    assert layers == [(False, 0), (True, 0), (True, 1), (False, 1)]
     k = torch.arange(1.0, 33.0).view(2, 2, 8)
     v, loc = -k, torch.tensor([21, 4])
     parts = {False: pool.full_pool, True: pool.swa_pool}
-    for layer_id, place in enumerate(pool.places):
+    for layer_id, layer in enumerate(pool.layers_mapping):
         before = {swa: [b.clone() for b in part.k_buffer] for swa, part in parts.items()}
         pool.set_kv_buffer(mha_layer(layer_id), loc, k + layer_id, v)
-        before[place.is_swa][place.index][loc] = k + layer_id
+        before[layer.is_swa][layer.index][loc] = k + layer_id
         for swa, part in parts.items():
             assert all(map(torch.equal, part.k_buffer, before[swa]))
         keys, values = pool.get_kv_buffer(layer_id)
-        own = parts[place.is_swa]
-        assert keys.data_ptr() == own.k_buffer[place.index].data_ptr()
+        own = parts[layer.is_swa]
+        assert keys.data_ptr() == own.k_buffer[layer.index].data_ptr()
         assert torch.equal(values[5, 1], v[0])
-        assert values.data_ptr() == own.v_buffer[place.index].data_ptr()
+        assert values.data_ptr() == own.v_buffer[layer.index].data_ptr()
     assert (pool.page_size, pool.num_pages, pool.dtype) == (PAGE, 18, torch.float32)
 
 

@@ -104,7 +104,7 @@ def test_an_installed_sglang_is_untouched(folder: Path, monkeypatch: pytest.Monk
     assert sys.meta_path == finders
 
 
-def test_a_release_plans_on_our_scene_as_we_do(folder: Path, scene: Scene) -> None:
+def test_a_release_plans_our_scene_as_we_do(folder: Path, scene: Scene) -> None:
     ours, theirs = OwnIteration(scene), ReleasedIteration(MADE_UP, scene)
     for mla in (ours, OwnIteration(scene, mla=True)):
         mla.plan()
@@ -130,7 +130,7 @@ def test_a_plan_that_differs_is_told(
     assert disagreements(theirs.parts(), ours.parts()) == [told]
 
 
-def test_stale_pages_behind_a_request_are_no_difference(folder: Path, scene: Scene) -> None:
+def test_stale_pages_after_a_request_are_no_difference(folder: Path, scene: Scene) -> None:
     ours, theirs = OwnIteration(scene), ReleasedIteration(MADE_UP, scene)
     ours.record()
     theirs.record()
