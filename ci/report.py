@@ -20,7 +20,7 @@ from rich.table import Table
 from ci import gate, summary
 from harness.core.argument_types import CommandLine
 from harness.core.record import Record, read_records
-from harness.errors import UsageError
+from harness.errors import UsageError, rejected
 
 REPORT_FOLDER = Path(__file__).parent
 
@@ -176,6 +176,9 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     try:
         records = [record for path in options.records for record in read_records(path)]
+        if not records:
+            files = ", ".join(map(str, options.records))
+            raise UsageError(rejected("records", files, "one or more records"))
         if options.out is not None:
             write_page(options.out, records)
     except UsageError as error:

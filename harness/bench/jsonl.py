@@ -50,7 +50,8 @@ def validated(adapter: TypeAdapter[RecordT], text: str) -> RecordT:
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_context=False)
         first = min(wrong, key=lambda one: one["loc"][-1:] != ("format",))
-        field = ".".join(map(str, first["loc"])) or "line"
+        whole = "kind" if first["type"].startswith("union_tag") else "line"
+        field = ".".join(map(str, first["loc"])) or whole
         accepted = first["msg"]
         raise UsageError(rejected(field, str(first["input"])[:MOST_SHOWN], accepted)) from error
 

@@ -230,8 +230,8 @@ def test_lines_that_are_no_records_are_named(tmp_path):
     whole = path.read_text()
     last = json.loads(to_json(trial))
     for line, field in (
-        ("{}", "line = "),
-        ('{"format":3,"kind":"x"}', "line = "),
+        ("{}", "kind = "),
+        ('{"format":3,"kind":"x"}', "kind = "),
         ("[]", "line = "),
         ("nothing", "line = 'nothing' is not accepted; accepted: Invalid JSON"),
         (json.dumps(last | {"format": 2, "block": "x"}), "trial.format = '2' is not accepted"),

@@ -6,10 +6,12 @@ import pytest
 
 from fixtures.tables.margins import MARGINS, ROWS
 from harness.bench.arms import parse
-from harness.bench.forecast import LAUNCH_S, TOKEN_S, TRIAL_S, duration, forecast
+from harness.bench.forecast import LAUNCH_S, TOKEN_S, TRIAL_S, Forecast, duration, forecast
+from harness.bench.jsonl import read
 from harness.bench.plan import Setup
 from harness.bench.session_records import Role, Workload
 from harness.bench.stats.design import Design
+from suites.selfcheck.bench.test_bench_findings import records
 
 SETUP = Setup(
     a=parse("embedded:"),
@@ -45,6 +47,18 @@ def test_without_a_limit_a_session_takes_what_its_margins_allow():
     most = MARGINS["tpot"].n_max
     assert most == MARGINS["step_time"].n_max == MARGINS["ttft"].n_max
     assert cost.launches == 2 * most * 4 + 2  # a metric that no trial measures allows 40
+
+
+def test_of_a_resumed_run_what_is_left_counts(tmp_path):
+    path = tmp_path / "bench.jsonl"
+    plan, _ = records(path, blocks=2, role=Role.CANDIDATE, design=Design.QUADS)
+    setup = replace(SETUP, workloads=plan.workloads, blocks_at_most=16)
+    # Of sixteen blocks fourteen are left; the plan is there, so that nothing is rehearsed.
+    assert forecast(setup, [*read(path)]).launches == 14 * 4
+    assert forecast(setup, [*read(path)]).trials == 14 * 4
+    decided = tmp_path / "decided.jsonl"
+    records(decided, blocks=16, role=Role.CANDIDATE, design=Design.QUADS)
+    assert forecast(setup, [*read(decided)]) == Forecast(launches=0, trials=0, seconds=0.0)
 
 
 @pytest.mark.parametrize(

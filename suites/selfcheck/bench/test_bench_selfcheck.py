@@ -1,15 +1,20 @@
 """The self-check counts the verdicts of its benchmarks, and leaves none of them running."""
 
 import io
+import subprocess
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from rich.console import Console
 
+from fixtures.pytest_plugin.poll import eventually
 from harness.bench import selfcheck
 from harness.bench.session_records import Role
+from harness.core.paths import ROOT
 from suites.selfcheck.bench.test_bench_findings import judged, records
 
 
@@ -63,3 +68,13 @@ def test_a_selfcheck_runs_the_command_a_user_types(tmp_path, monkeypatch, capsys
     seeds = [command[command.index("--seed") + 1] for command in commands]
     assert seeds == ["selfcheck-0", "selfcheck-1"]
     assert "2 of 2 left alone" in capsys.readouterr().out
+
+
+def test_a_killed_selfcheck_leaves_no_benchmark_running(tmp_path):
+    script = "from harness.bench.selfcheck import run_guarded; run_guarded(['sleep', '60'])"
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT) as parent:
+        process = psutil.Process(parent.pid)
+        eventually(lambda: [p for p in process.children(recursive=True) if p.name() == "sleep"])
+        descendants = process.children(recursive=True)
+        parent.kill()
+    assert psutil.wait_procs(descendants, timeout=30)[1] == []

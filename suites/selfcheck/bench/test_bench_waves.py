@@ -267,3 +267,24 @@ def test_an_arm_that_fails_its_rehearsal_ends_it(tmp_path, monkeypatch):
     with pytest.raises(ContractError, match="rehearsal of arm A, small: dead"):
         lab.run(tmp_path / "bench.jsonl")
     assert not lab.up
+
+
+def test_two_runs_do_not_write_to_one_file(tmp_path, monkeypatch):
+    out = tmp_path / "bench.jsonl"
+    other, lab = Lab(monkeypatch), Lab(monkeypatch)
+    said = []
+
+    def measure(*trial):
+        if not said:
+            with pytest.raises(UsageError) as refused:
+                other.run(out, resume=True)
+            said.append(str(refused.value))
+        return Lab.measure(lab, *trial)
+
+    lab.measure = measure
+    found = lab.run(out)
+    assert said == [
+        f"out = {str(out)!r} is not accepted; accepted: a file that no other run writes to"
+    ]
+    assert findings(read(out)) == found
+    assert lab.run(out, resume=True) == found

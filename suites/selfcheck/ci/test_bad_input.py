@@ -14,6 +14,7 @@ import pytest
 
 from ci import gate, report
 from fixtures import bench
+from fixtures.fakes.sample_records import trial
 from harness import __main__ as cli
 from harness.bench import __main__ as compare
 from harness.kernels.limits import __main__ as limits
@@ -87,14 +88,15 @@ ROWS = [
         "bench records = '{junk}' is not accepted; accepted: a whole .gz",
     ),
     ("specgate compare", "{bytes}", "bench records = '{bytes}' is not accepted; accepted: JSON"),
-    ("specgate compare", "{bench}", "{bench}:1: bench record kind = None is not accepted"),
+    ("specgate compare", "{bench}", "{bench}:1: kind = "),
     ("specgate limits", "", "--device = 'cuda' is not accepted; accepted: cpu; 0 CUDA devices"),
     ("specgate limits", "--device tpu", "--device = 'tpu' is not accepted; accepted: cpu, cuda"),
     ("specgate limits", "--device cpu --out {tmp}/a/b.md", "that can be written (No such file"),
     ("specgate report", "{tmp}/none", "records = '{tmp}/none' is not accepted; accepted: an exist"),
     ("specgate report", "{junk}", "records = '{junk}' is not accepted; accepted: JSON lines"),
     ("specgate report", "{bench}", "{bench}:1: record format = 2 is not accepted; accepted: 1"),
-    ("specgate report", "{empty} --out {tmp}/a/b.html", "--out = '{tmp}/a/b.html' is not accepted"),
+    ("specgate report", "{empty}", "records = '{empty}' is not accepted; accepted: one or more"),
+    ("specgate report", "{one} --out {tmp}/a/b.html", "--out = '{tmp}/a/b.html' is not accepted"),
     ("python -m ci.gate", "{junk}", "records = '{junk}' is not accepted; accepted: JSON lines"),
 ]
 
@@ -109,6 +111,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
         "bytes": ("bytes.jsonl", b"\x8b\xff\xfe no text"),
         "bench": ("bench.jsonl", b'{"format": 2}\n'),
         "empty": ("empty.jsonl", b""),
+        "one": ("one.jsonl", trial("one").to_json().encode() + b"\n"),
     }
     found = {"tmp": str(folder)}
     for name, (file, data) in contents.items():

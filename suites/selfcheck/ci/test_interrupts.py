@@ -82,7 +82,7 @@ def test_a_signal_ends_a_program_in_one_line(
 def test_an_interrupted_benchmark_says_how_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "of tonight.jsonl"
+    out = tmp_path / "of today.jsonl"
 
     class Run:
         def __init__(self, **_: object) -> None:
