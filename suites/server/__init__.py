@@ -1,1 +1,1 @@
-"""What a server must do, over HTTP."""
+"""Claims: servers, over HTTP."""

@@ -1,4 +1,4 @@
-"""``PYTHON openai_client.py URL PROMPT TOKENS``: what OpenAI's package gets, as JSON."""
+"""``PYTHON openai_client.py URL PROMPT TOKENS``: responses to OpenAI's package, as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import openai
 
 
 def main(url: str, prompt: str, tokens: int) -> dict[str, Any]:
-    """Texts of one prompt by every way in, the usage they tell, and how a refusal looks."""
+    """Texts of one prompt from every endpoint, their usage, and a refusal."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     model = client.models.list().data[0].id
     complete: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": tokens}

@@ -1,4 +1,4 @@
-"""A server that runs is attached to and asked in its own words; an absent one is refused."""
+"""A running server is attached to with its own client; an absent one is refused."""
 
 from __future__ import annotations
 

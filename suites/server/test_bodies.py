@@ -1,4 +1,4 @@
-"""A body that makes no sense is refused by field, value and what is accepted."""
+"""An invalid body is refused by field, value and what is accepted."""
 
 from __future__ import annotations
 

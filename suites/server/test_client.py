@@ -1,4 +1,4 @@
-"""The client sends what sglang takes, and believes no answer that is not whole."""
+"""The client sends requests that sglang accepts, and raises for incomplete responses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT = (11, 22, 33)
 
 
 def body(*ids: int, verified: int | None = 2, finish: str | None = "length") -> dict[str, Any]:
-    """What sglang answers with these tokens."""
+    """A response of sglang with these tokens."""
     meta: dict[str, Any] = {
         "id": "a1",
         "finish_reason": finish and {"type": finish, "length": len(ids)},

@@ -1,4 +1,4 @@
-"""Whatever clients do, the others are answered, and nothing of the rude ones is left behind."""
+"""Clients that disconnect, abort or stall do not disturb others and leave nothing allocated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A flush is tried again while a server is busy, until a deadline; any other fault is raised."""
+"""A flush is retried while a server is busy, until a deadline; any other error is raised."""
 
 from __future__ import annotations
 

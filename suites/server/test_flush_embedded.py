@@ -1,4 +1,4 @@
-"""A flush of a server that computes is believed only once it is proven."""
+"""A flush of the embedded server is proven by the next request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests drawn from the server's own schema, right and wrong, never break it or leave a trace."""
+"""Requests drawn from the server's schema, valid and invalid, cause no server error or leak."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fixtures.drivers.crowd import settled
 from fixtures.pytest_plugin.servers import FreshServer
 
 CONTEXT = 256
-"""Most drawn limits without a value of their own, 128 tokens by default, fit it."""
+"""Long enough for the default of 128 new tokens, so that valid requests are served."""
 EXAMPLES = int(os.environ.get("SPECGATE_FUZZ", "12"))
 """Requests of each kind; SPECGATE_FUZZ=500 sends more than 2,000 in all."""
 

@@ -1,4 +1,4 @@
-"""Who polls for health as sglang's own launchers do is told that the server is well."""
+"""The health check of sglang's own launchers succeeds."""
 
 from __future__ import annotations
 

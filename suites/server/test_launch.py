@@ -1,4 +1,4 @@
-"""A launched server is waited for, and nothing it started outlives it or whoever launched it."""
+"""A launched server is waited for, and its processes outlive neither it nor their launcher."""
 
 from __future__ import annotations
 

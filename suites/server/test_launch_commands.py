@@ -1,4 +1,4 @@
-"""The commands that start servers say what was asked for, in flags that sglang 0.5.14 has."""
+"""The commands of servers have the requested options, in flags of sglang 0.5.14."""
 
 from __future__ import annotations
 

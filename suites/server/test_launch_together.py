@@ -1,4 +1,4 @@
-"""Servers of a wave are waited for and stopped side by side, and a hung one is given up early."""
+"""Several servers are waited for and stopped in parallel, and a hung one is given up early."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A known field at a value that changes nothing is accepted, at another it is refused by name."""
+"""A neutral field is accepted at a value that changes nothing and refused by name at another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's endpoints answer what ``/generate`` does, in OpenAI's words."""
+"""OpenAI's endpoints return the text of ``/generate`` in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WHOLE = {
     "/v1/completions": ("text_completion", lambda choice: choice["text"]),
     "/v1/chat/completions": ("chat.completion", lambda choice: choice["message"]["content"]),
 }
-PIECE = {
+CHUNK = {
     "/v1/completions": ("text_completion", lambda choice: choice["text"]),
     "/v1/chat/completions": (
         "chat.completion.chunk",
@@ -78,7 +78,7 @@ def test_a_stream(embedded_server, path, usage):
         assert all(chunk["usage"] is None for chunk in chunks)
     else:
         assert not any("usage" in chunk for chunk in chunks)
-    name, text = PIECE[path]
+    name, text = CHUNK[path]
     assert {chunk["object"] for chunk in chunks} == {name}
     assert len({chunk["id"] for chunk in chunks}) == 1
     choices = [chunk["choices"][0] for chunk in chunks]
@@ -179,7 +179,7 @@ def test_a_chat_goes_on_to_the_end_of_the_context(embedded_server):
         ),
     ],
 )
-def test_refusals_are_in_openais_words(embedded_server, path, body, param, words):
+def test_refusals_are_in_openais_format(embedded_server, path, body, param, words):
     answer = post(embedded_server, path, body)
     assert answer.status_code == 400
     assert set(answer.json()) == {"error"}

@@ -1,4 +1,4 @@
-"""Over HTTP a request takes at most 5 ms longer than its engine takes for it."""
+"""HTTP adds at most 5 ms to the time of a request in the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A port is given once, is free, and is none that a connection might take meanwhile."""
+"""A port is given once, is free and is not ephemeral."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Released clients of sglang and OpenAI get what they ask for."""
+"""Released clients of sglang and OpenAI work against the embedded server."""
 
 from __future__ import annotations
 

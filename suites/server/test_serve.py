@@ -1,4 +1,4 @@
-"""``specgate serve`` refuses by name what makes no engine, and does not hang over it."""
+"""``specgate serve`` refuses bad options and broken pairs in one line, and ends."""
 
 from __future__ import annotations
 

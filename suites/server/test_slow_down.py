@@ -1,4 +1,4 @@
-"""A planted sleep is felt by every step while it lasts, and by none behind it."""
+"""An injected slowdown delays every step while it lasts, and none after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Over HTTP a prompt goes on as the oracle says, however many others are served beside it."""
+"""Over HTTP a prompt gets the oracle's text, however many others are served with it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_tokens_and_accept_lengths(server, at_once):
     flush(server.url)
     texts = prompts(server.pair)
     due = [shipped.expected(shipped.Setup(pair=server.pair), i) for i in range(len(texts))]
-    # One client a request asks whole, the next in a stream.
+    # One request asks for the whole response, the next for a stream.
     calls = [
         lambda text=text, way=WAYS[i % 2]: ask(server.client, text, way)
         for i, text in enumerate(texts[: 8 if at_once == 1 else 32])

@@ -1,1 +1,1 @@
-"""Claims: speculative greedy output equals plain greedy output, token for token."""
+"""Claims: speculative greedy output equals the target's own greedy output, token for token."""

@@ -1,4 +1,4 @@
-"""A lease holds whole pages, committed and allocated apart, and gives back exactly what it took."""
+"""A lease holds whole pages, committed and allocated apart, and frees exactly what it allocated."""
 
 from __future__ import annotations
 

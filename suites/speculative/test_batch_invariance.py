@@ -1,4 +1,4 @@
-"""A text and its rounds depend on its prompt alone: not on company, batch size, graphs or luck."""
+"""A text and its rounds depend on its prompt alone: not on other requests, batch size or graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However late either stream is, an overlapping worker says the same; a forgotten wait shows."""
+"""An overlapping worker generates the same, however late a stream is; a missing wait is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Through the optimized backends, eager and replayed, speculation is what the oracle says it is."""
+"""On the optimized backends, eager and replayed, speculation equals the oracle's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def rig(request: pytest.FixtureRequest) -> TinyPair:
     return TinyPair(request.param)
 
 
-def test_plain_decoding_is_the_oracles_greedy_text(rig: TinyPair) -> None:
+def test_target_only_decoding_is_the_oracles_greedy_text(rig: TinyPair) -> None:
     obtained = rig.engine(None).generate(PROMPTS, NEW)
     assert [g.token_ids for g in obtained] == [greedy(rig.target, p, NEW)[0] for p in PROMPTS]
 

@@ -1,4 +1,4 @@
-"""Speculative greedy output is plain greedy output, with the accept lengths of whole sequences."""
+"""Speculative greedy output is the target's own, with the accept lengths of whole sequences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NEW = 14
 SHAPES = ((1, 2), (2, 2), (2, 3), (3, 3), (3, 4), (4, 3), (5, 6), (5, 2))
 
 
-def test_plain_output_is_the_dense_models_greedy_continuation() -> None:
+def test_target_only_output_is_the_dense_models_greedy_continuation() -> None:
     generations = toy_engine().engine.generate(PROMPTS, NEW)
     for prompt, generation in zip(PROMPTS, generations, strict=True):
         tokens = list(prompt)

@@ -1,4 +1,4 @@
-"""Lengths reach the host only where a backend reads them, and under overlap they run ahead."""
+"""Lengths are on the host only where a backend reads them; under overlap they are upper bounds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_host_lengths_are_the_devices_where_somebody_reads_them(version: int) ->
         assert forward.batch.seq_lens_sum == int(forward.batch.seq_lens.sum())
 
 
-def test_host_lengths_of_plain_decoding_are_the_devices() -> None:
+def test_host_lengths_of_target_only_decoding_are_the_devices() -> None:
     rig = toy_engine(needs_cpu=True)
     rig.engine.generate(PROMPTS[:3], 5)
     decodes = rig.trace.of("decode")

@@ -1,4 +1,4 @@
-"""A draft is prefilled with the target's hidden states and the tokens one further on."""
+"""A draft is prefilled with the target's hidden states and the tokens one position later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine cannot serve is refused in one line, and nothing of it stays behind."""
+"""An engine refuses what it cannot serve in one line, and keeps nothing of it allocated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_prompt_that_cannot_be_served(prompt: list[int], count: int, message: 
 
 
 @pytest.mark.parametrize(
-    "spec", [None, spec_config(3, 4, 1), spec_config(3, 4)], ids=["plain", "v1", "v2"]
+    "spec", [None, spec_config(3, 4, 1), spec_config(3, 4)], ids=["target_only", "v1", "v2"]
 )
 @pytest.mark.parametrize(
     "count", [pytest.param(2, id="at_admission"), pytest.param(30, id="while_running")]

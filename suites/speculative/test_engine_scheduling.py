@@ -1,4 +1,4 @@
-"""However requests come, go and wait, each emits its own text and the pools end as they began."""
+"""Scheduled in any order, each request emits its own text and the pools end as they began."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.engine.request import Generation, Request
 
 NEW = 13
 VARIANTS: dict[str, Callable[..., ToyEngine]] = {
-    "plain": toy_engine,
+    "target_only": toy_engine,
     "draft_extend_v1": lambda **kw: toy_engine(spec_config(3, 4, 1), **kw),
     "draft_extend_v2": lambda **kw: toy_engine(spec_config(3, 4, 2), **kw),
 }

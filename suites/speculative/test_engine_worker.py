@@ -1,4 +1,4 @@
-"""A worker's order of work is safe, its empty rounds are harmless and its nonsense is refused."""
+"""A worker has no races, runs idle without requests and refuses parts that do not fit."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class NoPlanWaits(RecordedStreams):
 
 
 class NoMainWaits(RecordedStreams):
-    """A main queue that takes the plan's results without waiting for them."""
+    """A main queue that uses the plan's results without waiting for them."""
 
     def main_waits(self) -> None:
-        """Run what is due, and order nothing."""
+        """Run the deferred operations without a wait."""
         self._drain()
 
 
@@ -87,7 +87,7 @@ def test_rounds_without_requests_run_idle_in_every_phase(version: int) -> None:
     assert {forward.batch.forward_mode for forward in rig.trace} == {ForwardMode.IDLE}
 
 
-def test_plain_rounds_without_requests_run_idle() -> None:
+def test_target_only_rounds_without_requests_run_idle() -> None:
     rig = toy_engine()
     rig.trace.clear()
     rig.engine.step()
@@ -135,7 +135,7 @@ def test_verify_buffers_are_filled_and_the_backend_told_after_the_draft(overlap:
 
 
 def test_an_eager_verify_needs_no_buffers() -> None:
-    """Three requests exceed the largest bucket; nobody asks for what only graphs have."""
+    """Three requests exceed the largest bucket; buffers of graphs are not requested."""
     rig = toy_engine(spec_config(3, 3))
     rig.target.verify_buffers = []
     for prompt in PROMPTS[:3]:

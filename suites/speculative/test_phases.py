@@ -1,4 +1,4 @@
-"""Who serves a batch, graph or eager forward, and whose lengths the host must know."""
+"""The choice of graph or eager forward, and whose lengths the host must know."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode
 
 @dataclass
 class Noting:
-    """A phase, or a runner of up to two requests, that notes what it is asked for."""
+    """A phase, or a runner of up to two requests, that records its calls."""
 
     name: str
     backend: Any = None

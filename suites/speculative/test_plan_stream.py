@@ -1,4 +1,4 @@
-"""Whatever two queues touch in no certain order is reported by name, and what is ordered is not."""
+"""Accesses of two queues in no certain order are reported by name, ordered ones are not."""
 
 from __future__ import annotations
 
@@ -121,13 +121,13 @@ def test_the_plan_runs_as_late_or_as_early_as_its_waits_allow(
 
 
 class FakeStream:
-    """Notes who waits for whom."""
+    """Records which stream waits for which."""
 
     def __init__(self, name: str) -> None:
         self.name, self.device, self.waited = name, "cuda:0", list[str]()
 
     def wait_stream(self, other: FakeStream) -> None:
-        """Note it."""
+        """Record the wait."""
         self.waited.append(other.name)
 
 

@@ -1,4 +1,4 @@
-"""A prompt that finds its beginning in the cache goes on as if it had been computed whole."""
+"""A prompt with a cached beginning generates the same as one that is computed whole."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from harness.engine.spec_config import SpecConfig, SpecVersion
 from harness.errors import ContractError, UsageError
 
 SPECS = {
-    "plain": None,
+    "target_only": None,
     "v1": SpecConfig(num_steps=3, num_draft_tokens=3, version=SpecVersion.V1),
     "v2": SpecConfig(num_steps=3, num_draft_tokens=3, version=SpecVersion.V2),
 }
 FIRST = [5, 9, 3, 11, 60, 2, 7, 40, 21, 8]
 FORKED = [*FIRST[:8], 22, 8, 13]
-"""Two whole pages alike, but the token behind the second is another."""
+"""Two whole pages alike, but another token after the second."""
 LONGER = [*FIRST, 17, 33, 4]
 
 
@@ -46,8 +46,8 @@ def balanced(engine: Scheduler) -> None:
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize(
     ("name", "streams"),
-    [("plain", None), ("v1", None), ("v2", None), ("v2", RecordedStreams)],
-    ids=["plain", "v1", "v2", "v2_overlap"],
+    [("target_only", None), ("v1", None), ("v2", None), ("v2", RecordedStreams)],
+    ids=["target_only", "v1", "v2", "v2_overlap"],
 )
 @torch.inference_mode()
 def test_warm_answers_are_the_oracles(rig, name, streams, graphs):
@@ -122,7 +122,7 @@ def test_a_busy_engine_does_not_flush(rig):
     assert not engine.idle
 
 
-@pytest.mark.parametrize(("name", "most"), [("plain", 14), ("v1", 12), ("v2", 12)])
+@pytest.mark.parametrize(("name", "most"), [("target_only", 14), ("v1", 12), ("v2", 12)])
 @pytest.mark.parametrize("prefix_cache", [False, True], ids=["cold", "cached"])
 @torch.inference_mode()
 def test_what_just_fits_is_served_and_one_token_more_is_refused(rig, name, most, prefix_cache):

@@ -1,4 +1,4 @@
-"""A page is found by its tokens and the one behind them, has one owner, and goes when it must."""
+"""A cached page is found by its tokens and the next one, has one owner and can be evicted."""
 
 from __future__ import annotations
 

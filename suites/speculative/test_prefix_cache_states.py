@@ -1,4 +1,4 @@
-"""Whatever is submitted, stepped, aborted, retracted and flushed, every page has one owner."""
+"""After any sequence of submit, step, abort, retract and flush, every page has one owner."""
 
 from __future__ import annotations
 

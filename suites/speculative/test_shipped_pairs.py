@@ -1,4 +1,4 @@
-"""The shipped pairs turn their prompts into the oracle's text, in the oracle's rounds."""
+"""The shipped pairs generate the oracle's text, in the oracle's rounds."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def untried(setup: Setup, index: int, device: torch.device, reproduce: str) -> R
 
 
 def trial(setup: Setup, index: int, device: torch.device, blank: Record) -> Record:
-    """One prompt of one setup, judged; the message of a passed one tells of ties."""
+    """One prompt of one setup, judged; the message of a passed one names ties."""
     started = time.perf_counter()
     generations = shipped.run(setup, device).generations
     if isinstance(generations, str):
@@ -119,8 +119,8 @@ def test_every_page_comes_back_and_nothing_races(setup: Setup, device: torch.dev
 
 @pytest.mark.parametrize("setup", FLOAT32, ids=lambda setup: setup.id)
 def test_speculation_changes_no_token(setup: Setup, device: torch.device) -> None:
-    plain = shipped.run(Setup(pair=setup.pair, version=None), device).texts
-    texts = zip(shipped.run(setup, device).texts[: len(plain)], plain, strict=True)
+    target_only = shipped.run(Setup(pair=setup.pair, version=None), device).texts
+    texts = zip(shipped.run(setup, device).texts[: len(target_only)], target_only, strict=True)
     assert all(spec.token_ids == due.token_ids for spec, due in texts)
 
 

@@ -1,4 +1,4 @@
-"""Requests keep everything that is theirs when others leave, join or change places."""
+"""Requests keep their state when others leave, join or change places."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.engine.batch_state import (
 
 
 def state(*numbers: int, needs_cpu_seq_lens: bool = True, draft_state: bool = True) -> BatchState:
-    """A request a number; every field of a request tells which it is."""
+    """One request per number; every field of a request is made from its number."""
     told = torch.tensor(numbers)
     column = told[:, None]
     drafted = DraftState(column / 10, column * 1000, column * torch.ones(2))
@@ -47,7 +47,7 @@ def test_a_selection_may_reorder() -> None:
     assert_same(select(state(3, 5, 7), [2, 0]), state(7, 3))
 
 
-def test_newcomers_stand_behind_those_who_run() -> None:
+def test_new_requests_follow_the_running_ones() -> None:
     assert_same(join(state(3, 5), state(2)), state(3, 5, 2))
 
 
@@ -55,14 +55,14 @@ def test_nobody_joined_by_somebody() -> None:
     assert_same(join(select(state(3), []), state(2, 8)), state(2, 8))
 
 
-def test_without_a_mirror_or_a_draft_there_is_none_after() -> None:
+def test_without_host_lengths_or_a_draft_there_are_none_after() -> None:
     bare = state(3, 5, needs_cpu_seq_lens=False, draft_state=False)
     for after in (select(bare, [1]), join(bare, bare)):
         assert after.seq_lens_cpu is None
         assert after.draft_state is None
 
 
-def test_proposals_one_behind_the_other() -> None:
+def test_draft_states_are_concatenated_in_order() -> None:
     first, second = state(3, 5).draft_state, state(2).draft_state
     assert first is not None
     assert second is not None

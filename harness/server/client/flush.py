@@ -1,4 +1,4 @@
-"""Empty a server's prefix cache, and believe it only when the next request says so.
+"""Flushes of a server's prefix cache, with retries and a proof by the next request.
 
 sglang refuses with 400 unless its scheduler is idle, and may still be warming up when it says that
 it is healthy (#33663); a second flush while one is pending is refused; a router may drop
@@ -24,12 +24,12 @@ from harness.server.client.sglang import Client
 
 FLUSH = Client.flush_path
 OF_VLLM = {"reset_external": "true"}
-"""Tiers outside the device are only emptied on demand; sglang ignores what it does not know."""
+"""vLLM empties tiers outside the device on demand only; sglang ignores unknown parameters."""
 TIMEOUT_S = 60.0
 WAIT_S = 2.0
 LEAST_S = 0.1
 HANG_S = 5.0
-"""What a server may take beyond the timeout that it was asked for."""
+"""Seconds that a server may take beyond the timeout in the request."""
 SNIPPET = 200
 JITTER = wait_random_exponential(multiplier=0.1, max=2.0)
 
@@ -77,7 +77,7 @@ def flush(
     """Flush until a deadline; busy servers and refused connections are tried again with jitter.
 
     The server is asked to wait as long as is left; one that does not know ``timeout``, or sits
-    behind a router that drops it, refuses at once and is asked again.
+    behind a router that drops it, refuses at once and is tried again.
 
     Raises:
         Busy: still refused at the deadline; the message shows the last answer.

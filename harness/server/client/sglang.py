@@ -1,4 +1,4 @@
-"""A client of sglang's HTTP interface: requests, streams and what the server says of itself."""
+"""Client of sglang's HTTP interface."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from harness.server.client.sse import SNIPPET, events
 
 HEALTH_S = 5.0
 POOL = 256
-"""Connections kept open, so that none of as many threads waits or opens one anew."""
+"""Connections kept open: as many threads send requests without waiting for one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a server made of one prompt; counts are those of ``meta_info``.
+    """The response to one prompt; counts are those of ``meta_info``.
 
     Args:
         output_ids: the tokens generated.
@@ -39,10 +39,10 @@ class Answer:
 
     @classmethod
     def parse(cls, body: Any) -> Answer:
-        """From one element of an answer of ``/generate``.
+        """Parse one element of a response of ``/generate``.
 
         Raises:
-            ServerError: it is none.
+            ServerError: a field is missing.
         """
         try:
             meta = body["meta_info"]
@@ -73,12 +73,12 @@ class StreamChunk:
 
 
 class Client:
-    """Speaks to one server.
+    """Client of one server.
 
     Args:
         base_url: such as "http://127.0.0.1:30000".
         api_key: sent as a bearer token, if there is one.
-        timeout_s: without a byte from the server.
+        timeout_s: most seconds without a byte from the server.
     """
 
     path: ClassVar[str] = "/generate"
@@ -96,11 +96,11 @@ class Client:
             self._session.headers["Authorization"] = f"Bearer {api_key}"
 
     def health(self) -> bool:
-        """Whether the server says that it is well."""
+        """Whether ``/health`` answers 200."""
         return bool(self._status("/health") == requests.codes.ok)
 
     def answers(self) -> bool:
-        """Whether the server answers at all, whatever it says."""
+        """Whether the server answers at all, with any status."""
         return self._status("/v1/models") is not None
 
     def _status(self, path: str) -> int | None:
@@ -110,11 +110,11 @@ class Client:
             return None
 
     def server_info(self) -> dict[str, Any]:
-        """What ``/server_info`` says."""
+        """The body of ``/server_info``."""
         return dict(self._call("GET", "/server_info").json())
 
     def cache_shape(self) -> tuple[int, int]:
-        """Tokens a page of the prefix cache, and how many workers have one of their own."""
+        """Tokens per page of the prefix cache, and the number of data-parallel workers."""
         info = self.server_info()
         return info.get("page_size") or 1, info.get("dp_size") or 1
 
@@ -123,11 +123,11 @@ class Client:
         return [model["id"] for model in self._call("GET", "/v1/models").json()["data"]]
 
     def owner(self) -> str:
-        """What the server is, as its list of models tells: "sglang", "vllm", ..."""
+        """The owner of the server's model: "sglang", "vllm", ..."""
         return str(self._call("GET", "/v1/models").json()["data"][0].get("owned_by"))
 
     def slow_down(self, seconds: float | None) -> None:
-        """Let sglang sleep before every forward, None to stop: a planted slowdown."""
+        """Let sglang sleep before every forward, None to stop: an injected slowdown."""
         self._call("POST", "/slow_down", {"forward_sleep_time": seconds})
 
     def abort(self, rid: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Server-sent events of an answer that streams, each with the time it came."""
+"""Server-sent events of a streamed response, with the times of their arrival."""
 
 from __future__ import annotations
 

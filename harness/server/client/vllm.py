@@ -1,4 +1,4 @@
-"""A client of vLLM's HTTP interface, for servers that are attached to.
+"""Client of vLLM's HTTP interface, for attached servers.
 
 vLLM has ``/reset_prefix_cache`` with ``VLLM_SERVER_DEV_MODE=1``, and counts cached tokens with
 ``--enable-prompt-tokens-details``. It reports no verify steps of a request.
@@ -17,7 +17,7 @@ from harness.server.client.sglang import Answer, Client, StreamChunk
 from harness.server.client.sse import SNIPPET, events
 
 PAGE_SIZE = 16
-"""Its default on CUDA; it does not tell."""
+"""vLLM's default on CUDA; no endpoint has it."""
 NOTHING = Answer(
     output_ids=(),
     text="",
@@ -30,7 +30,7 @@ NOTHING = Answer(
 
 
 class VllmClient(Client):
-    """Speaks to one server of vLLM."""
+    """Client of one vLLM server."""
 
     path: ClassVar[str] = "/v1/completions"
     flush_path: ClassVar[str] = "/reset_prefix_cache"
@@ -54,7 +54,7 @@ class VllmClient(Client):
             UsageError: a worker is named.
         """
         if worker is not None:
-            raise UsageError(rejected("worker", worker, "None: vLLM is asked as one worker"))
+            raise UsageError(rejected("worker", worker, "None: vLLM is used as one worker"))
         body = self._json(self._completion(input_ids, max_new_tokens, ignore_eos))
         return _counted(_added(NOTHING, body), body)
 
@@ -94,7 +94,7 @@ class VllmClient(Client):
 
 
 def client_of(url: str, *, api_key: str | None = None) -> Client:
-    """A client that speaks what the server there does."""
+    """The client for the server there, sglang's or vLLM's."""
     client = Client(url, api_key=api_key)
     return VllmClient(url, api_key=api_key) if client.owner() == "vllm" else client
 

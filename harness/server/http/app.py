@@ -65,7 +65,7 @@ def create_app(
 
     Args:
         engine: what it serves.
-        api_key: asked of every request but ``/health``, if there is one.
+        api_key: required of every request but ``/health``, None for no key.
         start: awaited before the first request.
         stop: awaited after the last.
     """

@@ -40,7 +40,7 @@ class GenerateHandler:
         return bodies if asked.batched else bodies[0]
 
     async def events(self, chunks: ResponseBodies) -> AsyncGenerator[str, None]:
-        """Server-sent events of chunks; an engine that is lost on the way is one of them."""
+        """Server-sent events of chunks; a loss of the engine is one of them."""
         async with aclosing(chunks):
             try:
                 async for body in chunks:

@@ -1,4 +1,4 @@
-"""What stands between the network and an app: the size and the patience of a body, and a key."""
+"""Middleware: the limit of a body's size and time, and the API key."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ OPEN_PATHS = ("/health",)
 def error_body(
     status: int, kind: str, message: str, param: str | None = None
 ) -> dict[str, dict[str, Any]]:
-    """The body of every refusal, as OpenAI has it; ``param`` is the field that was wrong."""
+    """The body of every refusal, in OpenAI's form; ``param`` is the refused field."""
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def refusal(status: int, kind: str, message: str, param: str | None = None) -> JSONResponse:
-    """An answer with that body."""
+    """A response with that body."""
     return JSONResponse(error_body(status, kind, message, param), status_code=status)
 
 
 class BodyLimit:
-    """Reads a body whole before the app sees the request.
+    """Reads the whole body before the app gets the request.
 
     Args:
-        app: behind it.
-        max_bytes: 413 beyond them.
-        patience_s: 408 for a body that takes longer.
+        app: the next one.
+        max_bytes: a larger body is refused with 413.
+        patience_s: a slower body is refused with 408.
     """
 
     def __init__(self, app: ASGIApp, *, max_bytes: int, patience_s: float) -> None:
         self._app, self._max_bytes, self._patience_s = app, max_bytes, patience_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand the request on with its body, or refuse it."""
+        """Pass the request on with its body, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -73,10 +73,10 @@ class BodyLimit:
 
 
 class ApiKey:
-    """Asks for ``Authorization: Bearer KEY``.
+    """Requires ``Authorization: Bearer KEY``.
 
     Args:
-        app: behind it.
+        app: the next one.
         key: the one that is accepted.
     """
 
@@ -84,7 +84,7 @@ class ApiKey:
         self._app, self._expected = app, f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand the request on, or refuse it with 401."""
+        """Pass the request on, or refuse it with 401."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self._expected):

@@ -1,4 +1,4 @@
-"""Counters of an app, under sglang's names, as Prometheus text."""
+"""Prometheus metrics of an app, under sglang's names."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ GAUGES = {
     "pages_cached": "cached_pages",
     "pages_held": "held_pages",
 }
-"""Names here to names in the state of a service."""
+"""Names of gauges and of counts in the engine's state."""
 
 
 class Metrics:
-    """What an app has answered since it started, and what its service says of itself."""
+    """Counters since the start of the app, and gauges of the engine's state."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -49,12 +49,12 @@ class Metrics:
 
     @property
     def accept_length(self) -> float | None:
-        """Completion tokens a verify step since the start, None before the first."""
+        """Completion tokens per verify step since the start, None before the first."""
         steps = self.totals["spec_verify_ct"]
         return self.totals["completion_tokens"] / steps if steps else None
 
     def text(self, state: Mapping[str, Any]) -> bytes:
-        """Everything, with the gauges as the service's state has them."""
+        """All metrics, the gauges from this state of the engine."""
         for name, key in GAUGES.items():
             self._gauges[name].set(state[key])
         return bytes(generate_latest(self._registry))

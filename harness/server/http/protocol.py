@@ -39,13 +39,13 @@ NewTokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateReqInput:
-    """Prompts to continue, whichever endpoint they came by.
+    """Prompts to continue, from any of the endpoints.
 
     Args:
         prompts: texts or lists of tokens.
         batched: whether the response is a list.
         rids: an id per prompt; None for one that the server makes.
-        max_new_tokens: where each ends at the latest; None for the end of the context.
+        max_new_tokens: most tokens per prompt; None for the rest of the context.
         ignore_eos: whether it goes on after the end token.
         prompt_field: the client's name of the prompts.
         limit_field: the client's name of the limit.

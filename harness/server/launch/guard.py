@@ -1,8 +1,8 @@
 """``python -m harness.server.launch.guard GRACE ARGV…``: run a command until standard input closes.
 
 The launching process holds the other end of that pipe. However it ends, kill -9 included, the
-kernel closes it, and the guard stops everything that the command has started: first it asks, and
-what is left GRACE seconds later is killed.
+kernel closes it, and the guard ends everything that the command has started: by SIGTERM, and by
+SIGKILL what is left GRACE seconds later.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code of the command, as a shell has it; nothing it started outlives this."""
+    """Exit code of the command, as in a shell; no process that it started outlives this one."""
     grace_s, *words = argv
-    # Whose parent has ended becomes a child of the guard instead of init's, and is found.
+    # Orphans become children of the guard instead of init, so that they are found.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def stop(grace_s: float) -> None:
-    """End all descendants of this process: first asked, then killed until none is left."""
+    """End all descendants of this process: by SIGTERM, then by SIGKILL until none is left."""
     guard = psutil.Process()
     number, patience_s = signal.SIGTERM, grace_s
     while alive := guard.children(recursive=True):

@@ -1,4 +1,4 @@
-"""Ports for servers that listen some seconds later."""
+"""Free ports for servers that are about to start."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from pathlib import Path
 
 FIRST = 10_000
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""What Linux gives to whoever names no port, every outgoing connection among them."""
-_GIVEN: set[int] = set()
+"""Ports that Linux gives to sockets without one, such as those of outgoing connections."""
+_TAKEN: set[int] = set()
 
 
 def free_port() -> int:
-    """A port that nobody listens on at the moment, and that this process was not given before.
+    """A port without a listener that this process was not given before.
 
-    It lies below those that outgoing connections take, where the kernel says which those are: one
-    of them would be gone by the time that one server of many listens.
+    It lies below those of outgoing connections, where the kernel says which those are: one of them
+    could be taken before the server listens.
     """
     while True:
         with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", _drawn()))
+            probe.bind(("127.0.0.1", _draw()))
             port = int(probe.getsockname()[1])
-            if port not in _GIVEN:
-                _GIVEN.add(port)
+            if port not in _TAKEN:
+                _TAKEN.add(port)
                 return port
 
 
-def _drawn() -> int:
-    """One of ours; 0, the kernel's choice, where there are none."""
+def _draw() -> int:
+    """A random port below the ephemeral ones; 0, the kernel's choice, where there are none."""
     try:
         end = int(EPHEMERAL.read_text(encoding="ascii").split()[0])
     except OSError:

@@ -1,4 +1,4 @@
-"""Start a server, wait until it is well, and stop all of it, whatever becomes of this process."""
+"""Server processes: started, waited for and stopped, however this process ends."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ LAST_LINES = 20
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSpec:
-    """How to start a server, once: its port is chosen.
+    """Command and address of one server process.
 
     Args:
         name: for people.
-        argv: its command; empty where a server that runs is attached to.
-        url: where it will answer.
+        argv: its command; empty for a server that runs already.
+        url: that it will listen on.
         env: added to this process's environment.
-        ready_s: how long it may take to be well.
-        grace_s: how long it may take to end before it is killed.
+        ready_s: seconds until it must be healthy.
+        grace_s: seconds between SIGTERM and SIGKILL.
     """
 
     name: str
@@ -44,14 +44,14 @@ class ServerSpec:
 
 
 class ServerProcess:
-    """A server that was started, and may not be ready yet; several start side by side.
+    """A server that was started and may not be ready yet; several can start in parallel.
 
     Args:
-        spec: how.
+        spec: its command and address.
         log: file of its output, overwritten.
 
     Attributes:
-        patience_s: from its start until it must be well; may be lowered while it is waited for.
+        patience_s: seconds from its start until it must be healthy; may be lowered meanwhile.
     """
 
     def __init__(self, spec: ServerSpec, log: Path) -> None:
@@ -62,21 +62,21 @@ class ServerProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process whose descendants the server's are; None if it was attached to."""
+        """The parent of the server's processes; None for an attached server."""
         return self._guard.pid if self._guard else None
 
     @property
     def alive(self) -> bool:
-        """Whether its first process runs; of a server that was attached to, whether it is well."""
+        """Whether its first process runs; of an attached server, whether it is healthy."""
         return self._guard.poll() is None if self._guard else Client(self.url).health()
 
     def wait_ready(self) -> float:
-        """Seconds from start until it said that it is well; later it need only answer.
+        """Seconds from the start until it was healthy; later calls only need an answer.
 
-        sglang generates a token to say that it is well, and looks a second later whether that came.
+        sglang's health check generates a token within a second, which a busy server cannot do.
 
         Raises:
-            NotReady: it ended, or the deadline passed.
+            NotReady: it ended, or the deadline has passed.
         """
         client = Client(self.url)
         while not (client.health() if self._ready_s is None else client.answers()):
@@ -91,10 +91,10 @@ class ServerProcess:
         return self._ready_s
 
     def stop(self) -> None:
-        """Stop every process of it; once is enough, more does nothing.
+        """Stop every process of it; a second call does nothing.
 
         Raises:
-            ServerError: something of it would not end.
+            ServerError: a process did not end.
         """
         if self._guard is None:
             return
@@ -117,7 +117,7 @@ class ServerProcess:
 
 
 def _guarded(spec: ServerSpec, log: Path) -> subprocess.Popen[bytes]:
-    """The guard of the server's processes, which ends them when its standard input closes."""
+    """Start the server under a guard that ends its processes when standard input closes."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         return subprocess.Popen(
@@ -133,10 +133,10 @@ def _guarded(spec: ServerSpec, log: Path) -> subprocess.Popen[bytes]:
 
 @contextmanager
 def launch(spec: ServerSpec, log: Path) -> Iterator[ServerProcess]:
-    """A server that is ready, stopped in the end.
+    """A ready server, stopped on exit.
 
     Raises:
-        NotReady: it never was.
+        NotReady: it ended, or the deadline has passed.
     """
     running = ServerProcess(spec, log)
     try:
@@ -147,7 +147,7 @@ def launch(spec: ServerSpec, log: Path) -> Iterator[ServerProcess]:
 
 
 def attached(url: str) -> ServerSpec:
-    """A server that somebody else has started, and will stop."""
+    """A server that runs already and is not stopped."""
     return ServerSpec(name="attached", argv=(), url=url.rstrip("/"), ready_s=ATTACH_S)
 
 
@@ -158,8 +158,8 @@ def embedded(
 
     Args:
         pair: such as "gqa".
-        python: the interpreter of an environment that has what specgate needs.
-        ready_s: how long it may take.
+        python: an interpreter with specgate's requirements.
+        ready_s: seconds until it must be healthy.
         options: of the command, such as ``max_running_requests=8``; None leaves one out.
     """
     port = free_port()

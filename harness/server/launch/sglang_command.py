@@ -1,4 +1,4 @@
-"""The command of a real sglang server with a shipped pair and EAGLE (flags of sglang 0.5.14)."""
+"""The command of an sglang server with EAGLE (flags of sglang 0.5.14)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.server.launch.process import ServerSpec, flags
 
 READY_S = 300.0
 MAX_TOTAL_TOKENS, MEM_FRACTION_STATIC = 20_000, 0.3
-"""Little enough for several servers side by side on one GPU."""
+"""Small enough for several servers on one GPU."""
 
 
 def sglang(
@@ -27,16 +27,16 @@ def sglang(
     python: str = sys.executable,
     args: Sequence[str] = (),
 ) -> ServerSpec:
-    """A server of the sglang that ``python`` has.
+    """A server of the sglang that is installed for ``python``.
 
     Args:
         target: folder of the model.
-        draft: folder of its draft; without one nothing is speculated.
+        draft: folder of its draft, None for no speculation.
         attention_backend: of target and draft, such as "triton".
-        num_steps: drafts a round, top-k 1.
-        num_draft_tokens: of a chain.
-        max_running_requests: and the largest batch that graphs are captured for.
-        context_length: tokens a request.
+        num_steps: drafts per round, topk 1.
+        num_draft_tokens: tokens of a chain.
+        max_running_requests: most at a time, and the largest captured batch.
+        context_length: most tokens per request.
         python: an interpreter; two wheels are two environments.
         args: further flags, which win over those set here.
     """
@@ -67,16 +67,16 @@ def sglang(
     )
     return ServerSpec(
         name=f"sglang {attention_backend}",
-        # Idle servers of a wave must not keep a core busy while another one is measured.
+        # Idle servers must not keep a core busy while another one is measured.
         argv=(python, "-m", "sglang.launch_server", *words, "--sleep-on-idle", *args),
         url=f"http://127.0.0.1:{port}",
         # By itself sglang takes port + 10000 for gRPC, which beyond 55535 is no port.
         env={
             "HF_HUB_OFFLINE": "1",
             "SGLANG_GRPC_PORT": str(free_port()),
-            # A thread a core in each of a wave's processes would make them wait for each other.
+            # With a thread per core, the processes of several servers would wait for each other.
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            # Suites on a CPU have their own kernels interpreted; sglang's then end the scheduler.
+            # Suites on a CPU interpret their kernels; sglang's scheduler ends if its are.
             "TRITON_INTERPRET": "0",
         },
         ready_s=READY_S,

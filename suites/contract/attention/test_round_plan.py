@@ -176,7 +176,7 @@ def test_an_engine_shares_where_it_can(
     TinyPair(family).engine(spec, graphs=True)
     buckets = 2
     assert seen == {key: buckets * times for key, times in fills.items()}
-    # A peer fills by itself, beside steps that share a table all the same.
+    # A baseline fills by itself, beside steps that share a table all the same.
     monkeypatch.setattr(BACKENDS[family], "shares_rounds", False)
     seen.clear()
     TinyPair(family).engine(spec, graphs=True)

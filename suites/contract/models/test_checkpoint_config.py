@@ -1,4 +1,4 @@
-"""A configuration that asks for what is not implemented is refused by key, value and remedy."""
+"""An unsupported configuration is refused by key, value and what is accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model computes what its architecture says."""
+"""A model computes the same as the oracle of its architecture."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_a_forward_is_recordable(family):
 
 
 class Spy:
-    """Notes what a model hands over and answers zeros."""
+    """Records the arguments of a model's calls and returns zeros."""
 
     def __init__(self) -> None:
         self.calls = []

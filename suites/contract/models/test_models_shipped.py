@@ -1,4 +1,4 @@
-"""The shipped pairs are small, load, and draft well enough that accepting and rejecting happen."""
+"""The shipped pairs are small, load, and have drafts that are both accepted and rejected."""
 
 from __future__ import annotations
 
