@@ -1,4 +1,4 @@
-"""Everything specgate raises on purpose.
+"""Errors that specgate raises on purpose, and those of a subject under test.
 
 SpecgateError
 ├── UsageError              a caller asked for something impossible
@@ -8,10 +8,10 @@ SpecgateError
     ├── KernelRefusal       a kernel was handed what it does not accept
     ├── CaptureViolation    something that cannot be recorded happened while recording
     ├── CapacityError       a length, batch or page does not fit where it must go
-    └── ServerError         a server answered what was right by an error, or not at all
+    └── ServerError         a server answered a valid request with an error, or not at all
         ├── Busy            it would not flush until the deadline
         ├── NotFlushed      it said that it flushed, and its cache was warm
-        └── NotReady        it ended, or was not well by its deadline
+        └── NotReady        it ended, or was not healthy by its deadline
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class CapacityError(ContractError):
 
 
 class ServerError(ContractError):
-    """A server answered what was right by an error, or not at all.
+    """A server answered a valid request with an error, or not at all.
 
     Args:
-        message: shows the address and what was answered.
+        message: with the address and the answer.
         status: of its answer, None without one.
     """
 
@@ -71,7 +71,7 @@ class NotFlushed(ServerError):
 
 
 class NotReady(ServerError):
-    """A server ended, or was not well by its deadline; the message shows the end of its log."""
+    """A server ended, or was not healthy by its deadline; the message shows the end of its log."""
 
 
 FAILURES = (
@@ -84,11 +84,11 @@ FAILURES = (
     ArithmeticError,
     AssertionError,
 )
-"""How a broken backend, kernel, graph or engine may fail under test; its record keeps the error."""
+"""Errors of a broken backend, kernel, graph or engine under test, which its record keeps."""
 
 
 def rejected(field: str, value: object, accepted: object) -> str:
-    """The one wording of bad input: which field, which value, what would have been accepted."""
+    """The message on bad input: the field, its value, and what is accepted."""
     return f"{field} = {value!r} is not accepted; accepted: {accepted}"
 
 
@@ -98,6 +98,6 @@ def first_line(error: BaseException) -> str:
 
 
 def brief(error: Exception, head: int = 150, tail: int = 350) -> str:
-    """Kind and message of an error; of a long one the beginning and the end, where the cause is."""
+    """Type and message of an error; of a long one the beginning, and the end with the cause."""
     said = f"{type(error).__name__}: {error}"
     return said if len(said) <= head + tail else f"{said[:head]} … {said[-tail:]}"

@@ -1,1 +1,1 @@
-"""What every other part speaks in: cases, capabilities, records, tolerances."""
+"""Shared vocabulary: cases, capabilities, records, tolerances."""

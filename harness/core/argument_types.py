@@ -1,4 +1,4 @@
-"""Command lines: what every one of them shows, and one line for what makes no sense."""
+"""Argument parsing shared by every command line: help, argument types, one-line refusals."""
 
 from __future__ import annotations
 

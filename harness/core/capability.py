@@ -1,4 +1,4 @@
-"""What each kernel accepts, as data, and the one function that reads it."""
+"""Capabilities: the limits of each kernel as data, and the refusals that follow from them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Capability:
         page_sizes: accepted KV page sizes in tokens, empty for any.
         dtypes: accepted query dtypes.
         kv_dtypes: accepted KV cache dtypes.
-        max_group_size: most query heads a KV head.
+        max_group_size: most query heads per KV head.
         mla_dims: accepted (kv_lora_rank, qk_rope_head_dim) (MLA), empty for any.
-        max_q_len: most query tokens a request in a decode call.
+        max_q_len: most query tokens per request in a decode call.
         max_window_q_len: the same where a sliding window is on.
         window: whether a sliding window is served.
         sinks: whether attention sinks are served.
@@ -32,7 +32,7 @@ class Capability:
             ``block_table_multiple / page_size`` (trtllm-gen MLA: 128); 1 for no rule.
         compute_capabilities: (major, minor) of the GPUs it runs on, empty for any device.
         numerics: of the real kernel; the reference in its place has plain ones.
-        source: where the limits come from.
+        source: of the limits.
     """
 
     name: str
@@ -212,6 +212,6 @@ def _mla_limits(case: Case, capability: Capability) -> tuple[Limit, ...]:
 
 
 def _decode_q_len(case: Case) -> int:
-    """Query tokens a request in one decode call; 1 where queries are ragged or steps follow."""
+    """Query tokens per request in one decode call; 1 where queries are ragged or steps follow."""
     uniform = case.mode in (Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2)
     return max(case.q_lens, default=1) if uniform else 1

@@ -1,4 +1,4 @@
-"""A case: one frozen row of a table, with everything that follows from it as properties."""
+"""A case: one frozen row of a table; everything that follows from it is a property."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.errors import UsageError, rejected
 
 
 class Family(StrEnum):
-    """How attention reads its cache."""
+    """Attention family."""
 
     MHA = "mha"
     MLA = "mla"
@@ -29,14 +29,14 @@ class Mode(StrEnum):
 
 
 class Execution(StrEnum):
-    """How a subject runs a case."""
+    """Execution of a case: eager, or a replay of a captured graph."""
 
     EAGER = "eager"
     GRAPH = "graph"
 
 
 class Layout(StrEnum):
-    """How a request's pages lie in the pool; each breaks another wrong assumption."""
+    """Layout of a request's pages in the pool; each breaks another wrong assumption."""
 
     CONTIGUOUS = "contiguous"
     SHUFFLED = "shuffled"
@@ -59,32 +59,33 @@ class KVDtype(StrEnum):
 
 
 class Inputs(StrEnum):
-    """What a case is fed."""
+    """Kind of a case's inputs: random, or traced so that outputs name the keys that were read."""
 
     RANDOM = "random"
+    # The value that goldens were recorded with.
     TRACED = "watched"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One row.
+    """One case.
 
-    A case is told from the request's point of view: ``prefix_lens`` tokens are in the cache and
-    committed before the forward, ``q_lens`` tokens are computed by it. What a backend is handed
-    for that (``seq_lens``, already advanced or not) depends on the mode and is derived.
+    A case is given per request: ``prefix_lens`` tokens are in the cache and committed before the
+    forward, ``q_lens`` tokens are computed by it. The arguments of a backend (``seq_lens``,
+    already advanced or not) depend on the mode and are derived.
 
     Args:
         id: written by hand, names the edge, unique over all tables.
         family: MHA (also GQA and MQA) or MLA.
         mode: the phase of speculative decoding.
-        prefix_lens: committed tokens a request, before this forward.
-        extend_lens: new tokens a request; extend mode only.
-        accept_lens: accepted tokens a request including the bonus token; both draft extends.
+        prefix_lens: committed tokens per request, before this forward.
+        extend_lens: new tokens per request; extend mode only.
+        accept_lens: accepted tokens per request including the bonus token; both draft extends.
             v1 computes exactly these rows, v2 computes num_draft_tokens rows and uses the
             row accept_len - 1.
-        num_draft_tokens: query tokens a request in target_verify and draft_extend_v2.
+        num_draft_tokens: query tokens per request in target_verify and draft_extend_v2.
         num_steps: speculative steps; a multi-step draft runs num_steps - 1 forwards.
-        page_size: tokens a KV page.
+        page_size: tokens per KV page.
         layout: page layout in the pool.
         num_q_heads: query heads.
         num_kv_heads: KV heads (MHA); MLA has one latent head.
@@ -100,9 +101,9 @@ class Case:
         sinks: whether each query head has an attention sink.
         max_context_len: the model's context length.
         capture_bs: batch sizes the graph runner captures.
-        padded_rows: rows of DP padding behind the real ones in an eager batch.
-        pads_before_plan: whether DP padding raised batch_size ahead of the plan already.
-        inputs: random, or such that the output names the keys that were read.
+        padded_rows: rows of DP padding after the real ones in an eager batch.
+        pads_before_plan: whether DP padding raised batch_size before the plan.
+        inputs: random or traced.
     """
 
     id: str
@@ -172,7 +173,7 @@ class Case:
 
     @property
     def q_lens(self) -> tuple[int, ...]:
-        """Query tokens a request in one forward; for the multi-step draft, over all its steps."""
+        """Query tokens per request in one forward; for the multi-step draft, over all its steps."""
         match self.mode:
             case Mode.EXTEND:
                 return self.extend_lens
@@ -194,12 +195,12 @@ class Case:
 
     @property
     def total_lens(self) -> tuple[int, ...]:
-        """Tokens a request after the forward."""
+        """Tokens per request after the forward."""
         return tuple(p + q for p, q in zip(self.prefix_lens, self.q_lens, strict=True))
 
     @property
     def group_size(self) -> int:
-        """Query heads a KV head."""
+        """Query heads per KV head."""
         return (
             self.num_q_heads if self.family is Family.MLA else self.num_q_heads // self.num_kv_heads
         )

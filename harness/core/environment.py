@@ -1,4 +1,4 @@
-"""The machine, the versions and the commit; nothing else in the harness asks for them."""
+"""The environment of a trial: machine, versions, commit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEVICES = "cpu, cuda, cuda:1, …"
 
 @cache
 def environment(device: str = "cpu") -> Environment:
-    """What is known of the machine that runs on ``device`` ("cpu", "cuda:0", …)."""
+    """The environment of ``device`` ("cpu", "cuda:0", …); unknown facts are empty."""
     changes = command("git", "-C", str(ROOT), "status", "--porcelain")
     on_cuda = device.startswith("cuda")
     return Environment(
@@ -72,7 +72,7 @@ def installed(package: str) -> str:
 
 
 def command(*words: str) -> str:
-    """What a program prints, empty where it is absent, slow or ends badly."""
+    """Output of a program, empty where it is absent, slow or ends badly."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -87,7 +87,7 @@ def driver() -> str:
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The CPU's name, as the kernel tells it where it does."""
+    """The CPU's name."""
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

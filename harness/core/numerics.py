@@ -1,4 +1,4 @@
-"""What a real kernel rounds and spreads: part of the question that the oracle is asked."""
+"""Numerics of a real kernel: its roundings and its spread of NaN, which the oracle repeats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LARGE = 400.0
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """What a kernel does to numbers that a plain dense implementation does not.
+    """Differences of a kernel's arithmetic from a plain dense implementation's.
 
     Args:
         budget_factor: times the error that a plain implementation is allowed.
@@ -23,7 +23,7 @@ class Numerics:
         rounds_weights: modes in which it rounds softmax weights to FP8 over an FP8 cache.
         spreads_nan: cache dtypes and modes in which it multiplies masked values by zero instead of
             skipping them, so that a NaN in an unwritten slot of a live page spreads.
-        source: where it is seen.
+        source: of these facts.
     """
 
     budget_factor: float = 1.0
@@ -33,7 +33,7 @@ class Numerics:
     source: str = ""
 
     def unread(self, case: Case) -> float:
-        """What slots hold that no query may see: NaN, or where that spreads, a large number."""
+        """Content of slots that no query may see: NaN, or where that spreads, a large number."""
         return LARGE if self.spreads_nan & {case.kv_dtype, case.mode} else math.nan
 
 

@@ -1,4 +1,4 @@
-"""One trial, one JSON line: the only thing that gates and reports read."""
+"""The record of a trial: one JSON line, the only input of gates and reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECORD_FORMAT = 1
 
 
 class Verdict(StrEnum):
-    """How a trial ended; the names say what was wrong."""
+    """Outcome of a trial."""
 
     PASSED = "passed"
     WRONG_SHAPE = "wrong_shape"
@@ -44,7 +44,7 @@ class Quantity:
     Args:
         name: "hidden_states", "logits", "kv_cache", …
         error: worst relative L2 error of a row against the oracle.
-        allowed: what that row was allowed.
+        allowed: for that row.
         where: request, position, page of the first bad row, or of the worst one if none is bad.
     """
 
@@ -90,16 +90,16 @@ class Record:
         subject: backend and kernel, such as "trtllm_mha/xqa".
         family, mode, execution: the values of the enums of ``harness.core.case``.
         device: "cpu", "cuda:0", …
-        verdict: how it ended.
+        verdict: its outcome.
         message: one line of cause; the reason where refused or waived.
-        quantities: what was compared.
+        quantities: compared ones.
         effects: exact counts, such as {"host_syncs": 0, "kernels": 2}.
         accept_lengths: accepted tokens of every verify step, where the trial generated text.
         seconds: wall time.
         environment: the machine.
         reproduce: the command that runs this trial alone.
-        planned: trials of the run it belongs to, itself among them; 0 where nobody counted.
-        recorded: when, ISO 8601, UTC; empty where nobody looked.
+        planned: trials of its run, itself included; 0 where they were not counted.
+        recorded: time, ISO 8601, UTC; empty where it was not taken.
     """
 
     case: str
@@ -126,7 +126,9 @@ class Record:
 
     def to_json(self) -> str:
         """One line, without a newline."""
-        return json.dumps({"format": RECORD_FORMAT} | asdict(self), separators=(",", ":"), allow_nan=True)
+        return json.dumps(
+            {"format": RECORD_FORMAT} | asdict(self), separators=(",", ":"), allow_nan=True
+        )
 
     @classmethod
     def from_json(cls, line: str) -> Record:
@@ -138,7 +140,9 @@ class Record:
         try:
             data: dict[str, Any] = json.loads(line)
             if (found := data.pop("format", None)) != RECORD_FORMAT:
-                raise UsageError(f"record format = {found!r} is not accepted; accepted: {RECORD_FORMAT}")
+                raise UsageError(
+                    f"record format = {found!r} is not accepted; accepted: {RECORD_FORMAT}"
+                )
             data["verdict"] = Verdict(data["verdict"])
             data["quantities"] = tuple(Quantity(**q) for q in data["quantities"])
             data["accept_lengths"] = tuple(data["accept_lengths"])
@@ -149,7 +153,7 @@ class Record:
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
-    """Append one line a record; each line is written whole."""
+    """Append one line per record; each line is written whole."""
     with path.open("a", encoding="utf-8") as file:
         for record in records:
             file.write(record.to_json() + "\n")

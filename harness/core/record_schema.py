@@ -27,6 +27,9 @@ class ClosedSchema(GenerateJsonSchema):
 def record_schema() -> dict[str, Any]:
     """The schema of one line of a records file."""
     schema = TypeAdapter(Record).json_schema(schema_generator=ClosedSchema)
+    for definition in schema["$defs"].values():
+        # A class's docstring is written for its readers in Python.
+        definition.pop("description")
     schema["properties"] = {"format": {"const": RECORD_FORMAT}} | schema["properties"]
     schema["required"] = ["format", *schema["required"]]
     return {

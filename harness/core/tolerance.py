@@ -1,4 +1,4 @@
-"""The budget table: how far a quantity may be from the oracle, and why.
+"""Error budgets: the allowed distance of each quantity from the oracle.
 
 ``allowed = max(floor, factor * error of a plain dense implementation at the same dtype)``, for
 every row by itself; the mean over the rows has ``mean_factor`` in place of ``factor``. Errors are
@@ -17,13 +17,13 @@ from harness.errors import UsageError, rejected
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What one quantity is allowed at one dtype.
+    """Allowed error of one quantity at one dtype.
 
     Args:
         floor: relative L2 error that no row is refused for.
         factor: of the plain dense implementation's error, row by row.
         mean_factor: of its mean error, for the mean over the rows.
-        why: where the floor comes from.
+        why: origin of the floor.
     """
 
     floor: float

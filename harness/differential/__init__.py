@@ -1,1 +1,1 @@
-"""One case, from its row to its record."""
+"""Differential trials: a subject on a case, compared with the oracle."""

@@ -23,7 +23,7 @@ def by_distance_from_the_end(case: Case) -> list[tuple[int, int]]:
     """Every (request, position) that a forward may read, the last of each request first."""
     lens = case.total_lens
     if case.mode is Mode.MULTI_STEP_DRAFT:
-        # What is drafted after the first token is the draft's own choice.
+        # Tokens after the first are the draft's own choice.
         lens = tuple(prefix + 1 for prefix in case.prefix_lens)
     keys = [(i, t) for i, total in enumerate(lens) for t in range(total)]
     return sorted(keys, key=lambda key: (lens[key[0]] - key[1], key[0]))

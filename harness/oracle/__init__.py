@@ -1,4 +1,4 @@
-"""The judge: dense float64, straight from token ids, weights and histories; imports torch alone.
+"""The oracle: dense float64 from token ids, weights and histories; imports torch alone.
 
 ``VERSION`` goes into the origin of every golden; raise it when an answer may change.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-SCORES_PER_BLOCK = 1 << 22
+MAX_SCORES = 1 << 22
 
 
 def attend(
@@ -22,12 +22,12 @@ def attend(
 
     Args:
         q: [n, heads, dim].
-        k: [prefix_len + n, kv_heads, dim], one row a token in order of position.
+        k: [prefix_len + n, kv_heads, dim], one row per token in order of position.
         v: [prefix_len + n, kv_heads, v_dim].
         prefix_len: tokens before the first query; query j sees keys 0 … prefix_len + j.
         scale: factor of the scores.
         window_left: keys seen to the left of the query besides itself, -1 for all.
-        sinks: [heads], one extra softmax logit a head, which takes weight and gives no value.
+        sinks: [heads], one extra softmax logit per head, which takes weight and gives no value.
         dtype: of the arithmetic and of the result.
 
     Raises:
@@ -98,8 +98,8 @@ def _blockwise(
     sinks: torch.Tensor | None,
     probability_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Cut into blocks of queries, each with the keys that any of them sees, to bound memory."""
-    rows = max(1, SCORES_PER_BLOCK // (q.shape[1] * max(1, k.shape[0])))
+    """Attention in blocks of queries, each with the keys that any of them sees, to bound memory."""
+    rows = max(1, MAX_SCORES // (q.shape[1] * max(1, k.shape[0])))
     blocks = [q.new_empty(0, q.shape[1], v.shape[2])]
     for start in range(0, q.shape[0], rows):
         block = q[start : start + rows]

@@ -20,7 +20,7 @@ def _layer(
     *,
     input_norm: bool = True,
 ) -> torch.Tensor:
-    """One pre-norm layer over x [n, hidden]; which parts it has follows from its tensors."""
+    """One pre-norm layer over x [n, hidden]; its parts follow from its tensors."""
     eps = config["rms_norm_eps"]
     attention = weights.at("self_attn")
     serve = blocks.mla if "kv_b_proj.weight" in attention else blocks.gqa
@@ -39,7 +39,7 @@ class Decoder:
     Args:
         config: the checkpoint's ``config.json``.
         tensors: the checkpoint's tensors under their own names.
-        dtype: of weights and activations; float64 judges, anything else is the plain dense
+        dtype: of weights and activations; float64 for the oracle, any other for the plain dense
             implementation by which budgets are measured.
         kv_scales: (k_scale, v_scale) where keys and values pass through an FP8 cache.
     """

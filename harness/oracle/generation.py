@@ -1,4 +1,4 @@
-"""Greedy text, plain and speculative over a chain, by recomputing everything each time."""
+"""Greedy generation, plain and speculative over a chain; every step recomputes everything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOP_LOGITS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class OracleGeneration:
-    """What a speculative run must produce.
+    """Expected result of a speculative run.
 
     Args:
         token_ids: emitted tokens, the one of the prefill first.
@@ -65,7 +65,7 @@ def speculate(
 ) -> OracleGeneration:
     """Greedy chain speculation, topk = 1: at most ``count`` tokens; ends with ``eos``.
 
-    Each round the draft proposes ``num_steps`` tokens behind the last true one, of which
+    Each round the draft proposes ``num_steps`` tokens after the last true one, of which
     ``num_draft_tokens - 1`` are verified; those that match are accepted, and the target's own
     next token comes as a bonus.
 
@@ -97,7 +97,7 @@ def speculate(
 def _propose(
     draft: Draft, text: Sequence[int], hidden: torch.Tensor, num_steps: int
 ) -> tuple[list[int], torch.Tensor]:
-    """``num_steps`` tokens behind ``text`` and their logits [num_steps, vocab].
+    """``num_steps`` tokens after ``text`` and their logits [num_steps, vocab].
 
     The draft reads the target's hidden states of the true tokens, then its own.
     """
@@ -112,7 +112,7 @@ def _propose(
 
 
 def _matches(chain: Sequence[int], best: Sequence[int]) -> int:
-    """How many leading draft tokens are what the target says."""
+    """Number of leading draft tokens that are the target's choices."""
     count = 0
     while count < len(chain) and chain[count] == best[count]:
         count += 1

@@ -8,9 +8,9 @@ import torch
 def rotate(
     x: torch.Tensor, positions: torch.Tensor, *, theta: float, interleaved: bool
 ) -> torch.Tensor:
-    """Turn every pair of x [n, heads, dim] by the angle of its position [n].
+    """Rotate every pair of x [n, heads, dim] by the angle of its position [n].
 
-    Pair i turns by ``position * theta ** (-2 i / dim)``. It is (i, i + dim / 2) in the neox
+    Pair i rotates by ``position * theta ** (-2 i / dim)``. It is (i, i + dim / 2) in the neox
     pairing of Llama and (2 i, 2 i + 1) in the interleaved one of DeepSeek; the layout is kept.
     Angles are float64 and only the result has the dtype of x.
     """
@@ -23,6 +23,6 @@ def rotate(
     else:
         first, second = wide[..., :half], wide[..., half:]
     cos, sin = angles.cos(), angles.sin()
-    turned = (first * cos - second * sin, first * sin + second * cos)
-    out = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    rotated = (first * cos - second * sin, first * sin + second * cos)
+    out = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
     return out.to(x.dtype)

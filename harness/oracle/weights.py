@@ -1,4 +1,4 @@
-"""Checkpoint tensors under their Hugging Face names, and what is done with them."""
+"""Checkpoint tensors under their Hugging Face names: linear layers and norms."""
 
 from __future__ import annotations
 

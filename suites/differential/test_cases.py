@@ -39,7 +39,7 @@ def test_case(
 
 
 def explanation(record: Record) -> str:
-    """What a kernel engineer needs: what, where, how much, and how to see it again."""
+    """The failure of a trial: fault, place, size, and the command that repeats it."""
     worst = max(record.quantities, key=lambda quantity: quantity.ratio, default=None)
     numbers = ""
     if worst is not None:

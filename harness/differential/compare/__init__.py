@@ -1,4 +1,4 @@
-"""Obtained against expected; a comparison is a value, and only a test asserts on it."""
+"""Comparisons of obtained with expected quantities; each is a value and raises nothing."""
 
 from __future__ import annotations
 

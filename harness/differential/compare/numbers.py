@@ -1,4 +1,4 @@
-"""Obtained against expected tensors: what is wrong, where and by how much."""
+"""Comparison of tensors row by row: the first wrong row, and its error."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from harness.differential.compare.outcome import Comparison
 
 Locate = Callable[[int], str] | Sequence[str] | None
 
-# Rows that are this much smaller than the largest one are measured against it instead: what is
-# left of a sum that cancels is rounding, not signal.
+# Rows that are this much smaller than the largest one are measured against it instead: the
+# remainder of a sum that cancels is rounding, not signal.
 NEGLIGIBLE = 2.0**-20
 
 
@@ -26,7 +26,7 @@ def compare(
     budget: Budget,
     locate: Locate = None,
 ) -> Comparison:
-    """Judge a tensor row by row (dimension 0); never raises on what it is given.
+    """Judge a tensor row by row (dimension 0); never raises.
 
     Args:
         quantity: its name in messages and records.
@@ -97,13 +97,13 @@ def _compare_numbers(
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """[rows, elements a row] in float64 on the host."""
+    """[rows, elements per row] in float64 on the host."""
     tensor = tensor.detach().cpu().double()
     return tensor.flatten(1) if tensor.dim() > 1 else tensor.reshape(-1, 1)
 
 
 def _relative(obtained: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """L2 distance of every row over the row's norm; a zero tensor must be met by zeros."""
+    """L2 distance of every row over the row's norm; a zero tensor requires zeros."""
     distance = (obtained - expected).norm(dim=-1)
     norms = expected.norm(dim=-1)
     scale = norms.clamp(min=NEGLIGIBLE * float(norms.max())) if norms.numel() else norms

@@ -1,4 +1,4 @@
-"""What a comparison returns."""
+"""The outcome of a comparison."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class Comparison:
     """The outcome of comparing one quantity.
 
     Args:
-        quantity: what was compared.
-        verdict: PASSED, or what was wrong first: shape, dtype, finiteness, numbers.
+        quantity: its name.
+        verdict: PASSED, or the first fault of shape, dtype, finiteness, numbers.
         error: error of the row named by ``where``; infinite where it could not be measured.
-        allowed: what that row was allowed.
+        allowed: for that row.
         where: the first bad row, or the worst one if none is bad.
-        rows: rows compared.
-        bad_rows: how many of them are bad.
-        message: one line; empty where there is nothing to say.
+        rows: number of rows.
+        bad_rows: number of bad ones.
+        message: one line; empty where nothing is wrong.
     """
 
     quantity: str
@@ -37,7 +37,7 @@ class Comparison:
         return self.verdict is Verdict.PASSED
 
     def to_quantity(self) -> Quantity:
-        """What a record keeps of it."""
+        """The part of it that a record keeps."""
         return Quantity(
             name=self.quantity, error=self.error, allowed=self.allowed, where=self.where
         )

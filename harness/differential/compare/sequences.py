@@ -1,4 +1,4 @@
-"""Token sequences, which may part ways at a tie, and plain data, which must be equal."""
+"""Comparison of token sequences, which may differ after a tie, and of plain data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def compare_tokens(
 ) -> Comparison:
     """Equal sequences, or a first difference at which the oracle itself was undecided.
 
-    Behind a tie two right answers part ways, so nothing after it is judged; the message of the
+    After a tie two right answers part ways, so nothing after it is judged; the message of the
     passed comparison says so. Fit for tokens, and for accept lengths with their step margins.
 
     Args:
@@ -61,8 +61,8 @@ def compare_exact(
     Args:
         quantity: its name in messages and records.
         obtained: from the subject.
-        expected: what is due.
-        verdict: what a difference is called.
+        expected: plain data.
+        verdict: of a difference.
     """
     difference = DeepDiff(_plain(expected), _plain(obtained), zip_ordered_iterables=True)
     if not difference:

@@ -1,4 +1,4 @@
-"""Goldens: answers of the oracle on disk, with what they were computed from and by whom."""
+"""Goldens: answers of the oracle on disk, with their identity and origin."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest, an empty one where the folder has none.
 
     Raises:
-        GoldenError: it is no JSON of this format, a file lies beside it that it does not know, or
+        GoldenError: it is no JSON of this format, it does not list every file of the folder, or
             it is missing beside files.
     """
     path = folder / MANIFEST
@@ -48,8 +48,8 @@ def read_manifest(folder: Path) -> Manifest:
 def _parsed(path: Path) -> Manifest:
     try:
         manifest: Manifest = json.loads(path.read_bytes())
-        due = {f"{group}.{suffix}" for group in manifest["entries"] for suffix in SUFFIXES}
-        whole, found = manifest["files"].keys() == due, manifest["format"]
+        expected = {f"{group}.{suffix}" for group in manifest["entries"] for suffix in SUFFIXES}
+        whole, found = manifest["files"].keys() == expected, manifest["format"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise GoldenError(f"{path} is corrupt: {error!r}") from error
     if found != GOLDEN_FORMAT:

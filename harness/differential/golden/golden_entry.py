@@ -1,4 +1,4 @@
-"""One golden: what it holds, what it was computed from, and how a run may treat it."""
+"""One golden: answer, identity, origin, and the outcomes of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLUMNS_KEPT = 128
 
 
 class Workflow(StrEnum):
-    """What a run does with goldens; the values of ``--golden``."""
+    """Treatment of goldens in a run; the values of ``--golden``."""
 
     VERIFY = "verify"
     ADD = "add"
@@ -24,7 +24,7 @@ class Workflow(StrEnum):
 
 
 class GoldenOutcome(StrEnum):
-    """What became of one golden in a run."""
+    """Outcome of one golden in a run."""
 
     VERIFIED = "verified"
     ADDED = "added"
@@ -38,7 +38,7 @@ class GoldenOutcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What a golden was computed from; a change of any makes it stale.
+    """Digests of a golden's inputs; a change of any makes it stale.
 
     Args:
         case: digest of the row, or of the prompt and its settings.
@@ -53,13 +53,13 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True)
 class Golden:
-    """One stored answer.
+    """One recorded answer.
 
     Args:
-        identity: what it was computed from.
+        identity: of its inputs.
         tensors: name -> tensor.
-        facts: name -> anything JSON holds.
-        origin: who computed it: oracle version, torch, commit, command, date.
+        facts: name -> a JSON value.
+        origin: oracle version, torch, commit, command, date.
     """
 
     identity: Identity

@@ -21,14 +21,14 @@ UPDATE = "python3 -m harness golden"
 
 
 class GoldenStore:
-    """Goldens of one folder, by group (a file each for tensors and facts) and key.
+    """Goldens of one folder, by group (one file for tensors, one for facts) and key.
 
     One process records at a time; any number may verify.
 
     Args:
-        folder: where they lie.
-        workflow: what this run does with them.
-        origin: who computes, stored with every golden that this run writes.
+        folder: of the goldens.
+        workflow: of this run.
+        origin: written with every golden of this run.
         update: command that a message offers, without its value.
     """
 
@@ -102,8 +102,8 @@ class GoldenStore:
         """One line for every golden that nothing planned asks for; ``rewrite`` drops them."""
         wanted = set(planned)
         entries = self.manifest["entries"]
-        stored = [(group, key) for group in sorted(entries) for key in sorted(entries[group])]
-        extra = [pair for pair in stored if pair not in wanted]
+        recorded = [(group, key) for group in sorted(entries) for key in sorted(entries[group])]
+        extra = [pair for pair in recorded if pair not in wanted]
         if self.workflow is Workflow.REWRITE:
             for group, key in extra:
                 self._drop(group, key)

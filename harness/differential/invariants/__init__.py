@@ -1,8 +1,8 @@
-"""What well-formed metadata and pools look like, whatever the outputs are.
+"""Invariants of metadata and pools, whatever the outputs are.
 
-Every check returns one line a violation, with the likely class of defect in brackets; an empty
-list is the answer wished for. Checks take plain tensors, numbers and anything with the right
-attributes; an attribute that is not there is a violation, not a reason to look away.
+Every check returns one line per violation, with the likely class of defect in brackets. Checks
+take plain tensors, numbers and anything with the right attributes; a missing attribute is a
+violation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Well-kept memory: addresses, padding of static buffers, pools and the slots of a cache."""
+"""Invariants of memory: addresses, padding of static buffers, pools, cache slots, semaphores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PADDING_SLOT = 0
 
 
 def frozen(holder: Any) -> dict[str, object]:
-    """What no replay may change: an object's scalars, and where and what its tensors are."""
+    """Scalars of an object, and address, shape and dtype of its tensors."""
     return {
         name: (value.data_ptr(), tuple(value.shape), value.dtype)
         if isinstance(value, torch.Tensor)
@@ -34,7 +34,7 @@ def check_frozen(before: Mapping[str, object], after: Mapping[str, object]) -> l
 def check_padding(
     buffers: Mapping[str, torch.Tensor], pads: Mapping[str, float], rows: Mapping[str, int]
 ) -> list[str]:
-    """Every element behind the real rows of a static buffer holds its declared pad.
+    """Every element after the real rows of a static buffer holds its declared pad.
 
     Args:
         buffers: name -> tensor whose first dimension is rows.
@@ -65,12 +65,12 @@ def check_pool(
     what: str = "page",
     padding: int | None = PADDING_SLOT,
 ) -> list[str]:
-    """What is free and what is held make up the pool, and nothing is held twice.
+    """Free and held items add up to the pool, and nothing is held twice.
 
     Args:
-        available: how many the allocator says are free.
+        available: free ones, as the allocator counts them.
         held: ids by holder.
-        total: how many there are, the padding one excluded.
+        total: all of them but the padding one.
         what: "page" or "request row".
         padding: the id nobody may hold, or None where there is none.
     """
@@ -97,7 +97,7 @@ def check_writes(
         before: name -> copy of a buffer [slots, …], poisoned where nothing was written yet.
         after: the buffers.
         slots: name -> slots that a forward had to write.
-        page_size: slots a page, to name the page.
+        page_size: slots per page, to name the page.
     """
     found = []
     for name, old in before.items():
@@ -105,20 +105,20 @@ def check_writes(
             found.append(f"{name} has no expected slots or is gone [{INDEX_SPACE}]")
             continue
         changed = (_bits(old) != _bits(after[name])).any(-1).nonzero().flatten().tolist()
-        due = set(slots[name])
-        for said, wrong in (
-            ("was overwritten", set(changed) - due - {PADDING_SLOT}),
-            ("was not written", due - set(changed)),
+        expected = set(slots[name])
+        for fault, wrong in (
+            ("was overwritten", set(changed) - expected - {PADDING_SLOT}),
+            ("was not written", expected - set(changed)),
         ):
             if wrong:
                 slot = min(wrong)
                 where = f"slot {slot} (page {slot // page_size}) and {len(wrong) - 1} more"
-                found.append(f"{name} {where}: {said} [{INDEX_SPACE}]")
+                found.append(f"{name} {where}: {fault} [{INDEX_SPACE}]")
     return found
 
 
 def _bits(buffer: torch.Tensor) -> torch.Tensor:
-    """[slots, words of the widest kind that fits]; NaN equals itself here."""
+    """[slots, words of the widest dtype that fits]; NaN equals itself here."""
     rows = buffer.detach().contiguous().reshape(buffer.shape[0], -1)
     words = (torch.int64, torch.int32, torch.int16)
     size = rows.shape[1] * rows.element_size()

@@ -1,4 +1,4 @@
-"""Well-formed metadata: lengths, cumulative lengths and page tables of one planned forward."""
+"""Invariants of metadata: lengths, cumulative lengths and page tables of one planned forward."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def check_metadata(
     packed_q_lens: Sequence[int] | None = None,
     table_headroom: int = 0,
 ) -> list[str]:
-    """Metadata of one planned forward against arithmetic of its own.
+    """Violations in the metadata of one planned forward.
 
     Args:
         metadata: has ``cache_seqlens_int32``, ``cu_seqlens_q``, ``cu_seqlens_k``, ``page_table``,
             ``swa_page_table`` and ``max_seq_len_q``, or ``geometry.max_q_len`` for the last.
         prefix_lens: keys before the first query of every row, padded rows included. Step i of a
-            multi-step draft has i more than is committed.
+            multi-step draft has i more than are committed.
         q_lens: query tokens of every row as the kernel sees them, padded rows included.
         pages: pages of every *real* row in token order, as the dense problem lays them out.
-        page_size: tokens a page.
+        page_size: tokens per page.
         num_pages: pages of the pool.
         swa_pages: the same pages in the SWA pool, or None where there is none.
         num_swa_pages: pages of the SWA pool.
         packed_q_lens: query tokens of every row as they are packed, where the kernel sees them
             padded to the longest; ``q_lens`` by default.
-        table_headroom: keys beyond its own whose pages the table holds too, for a later phase.
+        table_headroom: keys beyond its own whose pages the table holds for a later phase.
     """
     kv_lens = [p + q for p, q in zip(prefix_lens, q_lens, strict=True)]
     found = _lengths(metadata, "cache_seqlens_int32", kv_lens)
@@ -77,9 +77,9 @@ def _lengths(metadata: Any, name: str, expected: list[int]) -> list[str]:
     if list(tensor.shape) != [len(expected)]:
         shapes = f"shape {list(tensor.shape)}, expected [{len(expected)}]"
         return [*found, f"{name} has {shapes} [{GEOMETRY}]"]
-    for i, (obtained, due) in enumerate(zip(tensor.tolist(), expected, strict=True)):
-        if obtained != due:
-            return [*found, f"{name}[{i}] = {obtained}, expected {due} [{LENGTHS}]"]
+    for i, (obtained, wanted) in enumerate(zip(tensor.tolist(), expected, strict=True)):
+        if obtained != wanted:
+            return [*found, f"{name}[{i}] = {obtained}, expected {wanted} [{LENGTHS}]"]
     return found
 
 
@@ -101,6 +101,6 @@ def _table(
             own = f"{row[:count]}, expected {list(pages[r][:count])}"
             found.append(f"{name}[{r}] has live pages {own} [{INDEX_SPACE}]")
         elif r < len(pages) and any(row[count:]):
-            dead = f"{row[count:]} behind {count} live pages, expected zeros"
+            dead = f"{row[count:]} after {count} live pages, expected zeros"
             found.append(f"{name}[{r}] has {dead} [{PADDING}]")
     return found

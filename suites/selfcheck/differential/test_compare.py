@@ -155,7 +155,7 @@ def test_tokens_are_equal_or_the_oracle_was_undecided(obtained, margins, verdict
     assert outcome.to_quantity().ratio <= 1 or not outcome.passed
 
 
-def test_a_tie_is_told():
+def test_a_tie_is_reported():
     outcome = compare_tokens([4, 9], [4, 5], [1, 0.04], TIE)
     assert outcome.message == (
         "tokens: item 1 is 9, expected 5; margin 4.00e-02 is a tie: within 5.00e-02"

@@ -28,7 +28,7 @@ def test_operations_and_bytes_are_exact() -> None:
     assert (effects.count("topk"), effects.count("aten."), effects.count("mm")) == (1, 5, 0)
 
 
-def test_each_host_read_is_told_once_with_its_line_and_still_happens() -> None:
+def test_each_host_sync_is_reported_once_with_its_line_and_still_happens() -> None:
     lengths = torch.tensor([3, 5])
 
     def plan() -> tuple[int, list[int], torch.Tensor]:
@@ -56,7 +56,7 @@ def test_what_happens_outside_the_region_is_not_seen() -> None:
     assert not effects.host_syncs
 
 
-def test_a_region_that_raises_ends_the_watch() -> None:
+def test_a_region_that_raises_ends_the_observation() -> None:
     with pytest.raises(KeyError), observe() as effects:
         raise KeyError
     torch.ones(1).tolist()

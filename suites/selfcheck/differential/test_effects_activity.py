@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from fixtures.tables.budgets import DEVICE
-from harness.graphs.effects import waits_told
+from harness.graphs.effects import reported_waits
 from harness.graphs.gpu_profile import Activity, ProfileRow, tally
 
 ROWS = (
@@ -55,20 +55,22 @@ def test_graphs_are_told_apart_from_launches() -> None:
         (["called a synchronizing CUDA operation"], ("D", "D", "S", "S"), 2),
     ],
 )
-def test_each_wait_is_told_once(messages: list[str], names: tuple[str, ...], lines: int) -> None:
+def test_each_wait_is_reported_once(
+    messages: list[str], names: tuple[str, ...], lines: int
+) -> None:
     rows = {
         "D": ProfileRow("Memcpy DtoH (Device -> Pageable)", True, 1),
         "S": ProfileRow("cudaStreamSynchronize", False, 2),
     }
     told = [warnings.WarningMessage(UserWarning(text), UserWarning, "f.py", 7) for text in messages]
-    found = waits_told(told, tally(rows[name] for name in names))
+    found = reported_waits(told, tally(rows[name] for name in names))
     assert len(found) == lines
     assert all("f.py:7" in line for line in found[: len(messages)])
 
 
 def test_nothing_is_nothing() -> None:
     assert tally(()) == Activity()
-    assert waits_told([], Activity()) == []
+    assert reported_waits([], Activity()) == []
 
 
 def test_a_launch_outside_the_graph_or_a_read_is_over_a_devices_budget() -> None:

@@ -1,4 +1,4 @@
-"""Recording never passes, and a golden that is missing, stale, corrupt or orphaned is told so."""
+"""Recording never passes; a golden that is missing, stale, corrupt or orphaned is reported."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_well_formed_metadata_has_no_violation():
         (
             "page_table",
             int32([[4, 1, 0], [2, 7, 5], [0, 0, 0]]),
-            "[0] has [1, 0] behind 1 live pages, expected zeros [stale or undeclared padding]",
+            "[0] has [1, 0] after 1 live pages, expected zeros [stale or undeclared padding]",
         ),
         (
             "page_table",
@@ -114,7 +114,7 @@ def test_missing_swa_table_and_wrong_swa_pages():
     ]
 
 
-def test_every_violation_is_told():
+def test_every_violation_is_reported():
     broken = replace(PLANNED, cu_seqlens_k=PLANNED.cu_seqlens_k + 1, max_seq_len_q=1)
     assert len(check_metadata(broken, **GIVEN)) == 2
 

@@ -1,4 +1,4 @@
-"""What no invariant and no number tells is judged too: choices, first tokens, dirty semaphores."""
+"""Choices of tokens, first tokens and dirty semaphores are judged too."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_a_draft_that_proposes_another_token_than_its_best(execution: Execution)
     assert [(c.quantity, c.verdict) for c in found if not c.passed] == [
         ("draft_tokens", Verdict.WRONG_TOKENS)
     ]
-    told = f"draft_tokens: token {int(proposed[1, -1])} at request 1, position "
-    assert found[-1].message.startswith(told)
+    message = f"draft_tokens: token {int(proposed[1, -1])} at request 1, position "
+    assert found[-1].message.startswith(message)
 
 
 def test_semaphores_that_a_kernel_left_dirty(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ FAULTS = {
 
 
 def judge(dtype: Dtype, kv_dtype: KVDtype, history: History, fault=lambda h: h) -> Comparison:
-    """What ``compare`` says of an implementation that reads a faulty history."""
+    """Comparison of an implementation that reads a faulty history."""
     given = {"prefix_len": len(history.k) - QUERIES, "scale": SCALE}
     k, v = history.k.double() * history.k_scale, history.v.double() * history.v_scale
     plain = low_precision_attend(

@@ -34,12 +34,12 @@ def drawn(n, prefix_len, heads=6, kv_heads=2, dim=8, v_dim=5, seed=1):
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-@pytest.mark.parametrize("block", [attention.SCORES_PER_BLOCK, 6 * 12 * 2], ids=["whole", "blocks"])
+@pytest.mark.parametrize("block", [attention.MAX_SCORES, 6 * 12 * 2], ids=["whole", "blocks"])
 @pytest.mark.parametrize("window_left", [-1, 0, 3, 100])
 @pytest.mark.parametrize("sink", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("prefix_len", [0, 7])
 def test_attend_is_the_textbook(monkeypatch, block, window_left, sink, prefix_len):
-    monkeypatch.setattr(attention, "SCORES_PER_BLOCK", block)
+    monkeypatch.setattr(attention, "MAX_SCORES", block)
     q, k, v = drawn(5, prefix_len)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0, 9.0, 1.5]) if sink else None
     given = {"prefix_len": prefix_len, "scale": 0.3, "window_left": window_left, "sinks": sinks}

@@ -37,7 +37,7 @@ class ScriptedTarget:
 class ScriptedDraft:
     """Says the successor except at the given positions; checks what it is fed.
 
-    Row t gives (t + 1, -1): its stand-in for the state of token t + 1, told apart from a true one.
+    Row t gives (t + 1, -1): its stand-in for the state of token t + 1, distinct from a true one.
     """
 
     def __init__(self, wrong_at):

@@ -1,4 +1,4 @@
-"""What did not run is counted by reason in one short table, not listed."""
+"""Tests that did not run are counted by reason in one short table, not listed."""
 
 from __future__ import annotations
 
