@@ -10,8 +10,7 @@ import torch
 
 from harness.differential.invariants.classes import ACCOUNTING, INDEX_SPACE, LIFETIME, PADDING
 from harness.kernels.workspace import Workspace
-
-PADDING_SLOT = 0
+from harness.upstream.allocator import PADDING_SLOT
 
 
 def frozen(holder: Any) -> dict[str, object]:
