@@ -24,7 +24,7 @@ UNEXPLAINED = {
     for quantity in ("hidden_states", "logits")
     for verdict in (Verdict.WRONG_NUMBERS, Verdict.NON_FINITE)
 }
-CASE_TEST = "suites/differential/test_cases.py::test_case"
+TRIAL_TEST = "suites/differential/test_cases.py::test_case"
 
 
 def run_trial(
@@ -90,5 +90,5 @@ def _record(
         quantities=tuple(c.to_quantity() for c in comparisons or () if c.quantity != "invariant"),
         seconds=seconds,
         environment=environment(str(device)),
-        reproduce=f"pytest '{CASE_TEST}[{case.id}-{subject.name}-{execution}]'",
+        reproduce=f"pytest '{TRIAL_TEST}[{case.id}-{subject.name}-{execution}]'",
     )

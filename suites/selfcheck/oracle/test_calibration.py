@@ -5,7 +5,7 @@ split-KV one, ordered otherwise than the plain dense one that the budget is meas
 planted into what it reads. ``pytest -s`` prints error / allowed of every fault as a table.
 
 Thin: one key of 32768 in bfloat16 (1.1 … 1.4; over seeds one such fault in 36 stayed below). What
-random rows show only just, the probes of ``test_probes.py`` show exactly.
+random rows show only just, the tracers of ``test_key_tracers.py`` show exactly.
 """
 
 from __future__ import annotations
