@@ -42,6 +42,6 @@ def test_host_lengths_run_ahead_under_overlap() -> None:
             [s.accepted for s in standings(rig, requests, number - 1)] if number else [WIDTH] * 3
         )
         ahead = [WIDTH - n for n in lengths]
-        needs_cpu_seq_lens, device = forward.seq_lens_cpu, forward.seq_lens
-        assert needs_cpu_seq_lens is not None
-        assert (needs_cpu_seq_lens - device).tolist() == ahead
+        host, device = forward.seq_lens_cpu, forward.seq_lens
+        assert host is not None
+        assert (host - device).tolist() == ahead
