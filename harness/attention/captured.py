@@ -1,4 +1,4 @@
-"""Metadata of captured graphs: buffers for each phase, and the slice that each bucket was given."""
+"""Metadata of captured graphs: buffers for each phase, and a slice of them for each bucket."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BufferSlice:
 
 
 class CapturedMetadata:
-    """One metadata object for each captured (phase, batch size); phases share memory if told to.
+    """One metadata object for each captured (phase, batch size); phases may share memory.
 
     Args:
         writer: allocates the memory.
@@ -51,10 +51,10 @@ class CapturedMetadata:
         self._captured: dict[tuple[ForwardMode, int], Metadata] = {}
 
     def allocate(self, max_bs: int, max_num_tokens: int) -> None:
-        """Let captures to come have so much room; a phase takes it with its first capture.
+        """Set the size of later captures; a phase allocates it at its first capture.
 
         Memory that is large enough stays where it is: another runner's graphs read it. Where it is
-        too small, captures to come get their own, and what was captured keeps the old.
+        too small, later captures get their own, and earlier ones keep theirs.
         """
         asked = {"bs": max_bs, "num_tokens": max_num_tokens}
         self._limits = {name: max(asked[name], held) for name, held in self._limits.items()}
@@ -104,7 +104,7 @@ class CapturedMetadata:
         return all(getattr(largest, name) >= value for name, value in self._limits.items())
 
     def find(self, mode: ForwardMode, bs: int) -> Metadata:
-        """The metadata a bucket was captured on.
+        """The metadata of a captured bucket.
 
         Raises:
             CapacityError: it was not captured.

@@ -147,7 +147,7 @@ class PagedBackend(AttentionBackend):
             self._fill(batch, table=not shares)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Let captured graphs of so many requests and tokens have buffers, or their share."""
+        """Allocate buffers for graphs of this size, or share the round's."""
         self._captured.allocate(max_bs, max_num_tokens)
         if self._round_plan is not None:
             for mode, shared in self._round_plan.slices(self.writer, max_bs).items():

@@ -135,7 +135,7 @@ def _on_cuda(effects: Effects, device: torch.device | str) -> Iterator[None]:  #
         for event in trace.events()
     )
     effects.operations.update(effects.activity.kernels)
-    effects.host_syncs += waits_told(told, effects.activity)
+    effects.host_syncs += reported_waits(told, effects.activity)
 
 
 @contextmanager
@@ -152,7 +152,7 @@ def waits_refused() -> Iterator[None]:  # pragma: no cover
         torch.cuda.set_sync_debug_mode(mode)
 
 
-def waits_told(told: Sequence[warnings.WarningMessage], activity: Activity) -> list[str]:
+def reported_waits(told: Sequence[warnings.WarningMessage], activity: Activity) -> list[str]:
     """Host reads: what torch warned of, and copies to the host that it did not warn of."""
     lines = [
         f"synchronisation at {warning.filename}:{warning.lineno}"

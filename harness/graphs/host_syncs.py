@@ -133,10 +133,10 @@ CALLS: dict[object, tuple[str, Rule]] = {
 
 
 class HostSyncCalls(TorchFunctionMode):
-    """Reports the host reads that never dispatch.
+    """Reports the host syncs that never dispatch.
 
     Attributes:
-        reporting: true while a reported call runs, so that what it dispatches is not told twice.
+        reporting: true while a reported call runs, whose operations are not reported again.
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:

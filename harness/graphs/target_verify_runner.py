@@ -24,7 +24,7 @@ def custom_mask(batch: ForwardBatch) -> torch.Tensor | None:
 
 
 class TargetVerifyRunner(GraphRunner[LogitsProcessorOutput, AttentionBackend]):
-    """Graphs of TARGET_VERIFY (num_tokens_per_req draft tokens) or DECODE (one token) a request.
+    """Graphs of TARGET_VERIFY (num_tokens_per_req draft tokens) or DECODE (one token) per request.
 
     With an overlap plan stream, ``prepare`` runs before the draft tokens are known, the worker
     calls the backend's ``update_verify_buffers_to_fill_after_draft`` when they are, and ``run``

@@ -6,7 +6,7 @@ import torch
 
 from harness.core.capability import Capability
 from harness.kernels import torch_ops
-from harness.kernels.checked import CheckedKernel
+from harness.kernels.checked import CheckedKernel, KernelFunction
 from harness.kernels.interface import ContextCall, DecodeCall
 
 
@@ -20,7 +20,12 @@ def context(call: ContextCall) -> torch.Tensor:
     return torch_ops.paged_context(**vars(call))
 
 
-FUNCTIONS = {"decode": decode, "context": context, "mla_decode": decode, "mla_context": context}
+FUNCTIONS: dict[str, KernelFunction] = {
+    "decode": decode,
+    "context": context,
+    "mla_decode": decode,
+    "mla_context": context,
+}
 
 
 class TorchPaged(CheckedKernel):

@@ -33,7 +33,7 @@ def read(x: torch.Tensor) -> object:
     return x.sum().item()
 
 
-def mirror(x: torch.Tensor) -> object:
+def copy_to_host(x: torch.Tensor) -> object:
     return x.cpu()
 
 
@@ -46,7 +46,7 @@ def wait(x: torch.Tensor) -> object:
     return x
 
 
-@pytest.mark.parametrize("act", [read, mirror, select_by_mask, wait])
+@pytest.mark.parametrize("act", [read, copy_to_host, select_by_mask, wait])
 def test_what_waits_for_the_device_is_refused_and_the_stream_goes_on(
     act: Callable[[torch.Tensor], object], cuda: torch.device
 ) -> None:

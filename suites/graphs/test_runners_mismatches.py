@@ -1,4 +1,4 @@
-"""What a runner cannot serve is refused in words that name the field that is wrong."""
+"""A runner refuses a batch that it was not captured for, naming the field that differs."""
 
 from __future__ import annotations
 

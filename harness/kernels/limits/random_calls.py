@@ -125,6 +125,10 @@ def draw(shape: Shape, device: torch.device | str = "cpu", seed: int = 0) -> Ran
     options |= _ragged(shape) if context else _uniform(shape)
     if not mla and shape.sinks:
         options["sinks"] = torch.randn(shape.heads, generator=random)
+    placed: dict[str, Any] = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in options.items()
+    }
     arguments = (ContextCall if context else DecodeCall)(
         caches=tuple(cache.to(shape.cache_dtype).to(device) for cache in caches),
         kv_lora_rank=shape.mla_dims[0] if mla else 0,
@@ -133,10 +137,7 @@ def draw(shape: Shape, device: torch.device | str = "cpu", seed: int = 0) -> Ran
         bmm2_scale=shape.bmm2_scale,
         out_dtype=dtype,
         window_left=-1 if mla else shape.window_left,
-        **{
-            name: value.to(device) if isinstance(value, torch.Tensor) else value
-            for name, value in options.items()
-        },
+        **placed,
     )
     return RandomCall(shape.entry, arguments)
 

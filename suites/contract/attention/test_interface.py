@@ -118,7 +118,7 @@ def test_a_multi_step_draft_has_the_same_hooks(name: str, wanted: tuple[str, ...
 def test_the_recorded_hooks_are_those_of_the_installed_sglang() -> None:
     version = installed("sglang")
     if version != SGLANG_VERSION:
-        pytest.skip(f"sglang {SGLANG_VERSION} is mirrored; installed: {version or 'none'}")
+        pytest.skip(f"sglang {SGLANG_VERSION} is recorded here; installed: {version or 'none'}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = importlib.import_module("sglang.srt.layers.attention.base_attn_backend")
@@ -160,11 +160,13 @@ def test_the_older_pair_is_the_three_phases() -> None:
     assert in_capture is True
     assert last == ("in", planned)
     backend.log.clear()
-    mirror = torch.tensor([9, 4])
-    backend.init_forward_metadata_replay_cuda_graph(2, ROWS, LENS, 13, None, mode, spec, mirror)
+    seq_lens_cpu = torch.tensor([9, 4])
+    backend.init_forward_metadata_replay_cuda_graph(
+        2, ROWS, LENS, 13, None, mode, spec, seq_lens_cpu
+    )
     (_, *given), (_, planned, in_capture), last = backend.log
     assert given == [2, 0, ROWS, LENS, mode, spec]
-    assert (planned.seq_lens_sum, planned.seq_lens_cpu, in_capture) == (13, mirror, False)
+    assert (planned.seq_lens_sum, planned.seq_lens_cpu, in_capture) == (13, seq_lens_cpu, False)
     assert last == ("in", planned)
     with pytest.raises(NotImplementedError, match="Plain offers the three-phase contract only"):
         Plain().init_forward_metadata_capture_cuda_graph(2, 6, ROWS, LENS, None, mode, spec)

@@ -130,13 +130,13 @@ def test_the_parent_generates_no_kv_indices(monkeypatch: pytest.MonkeyPatch) -> 
             )
         multi_step.init_forward_metadata(draft_batch(multi_step))
     assert [spec.kv_indices for spec in seen[TRTLLMMLAMultiStepDraftBackend]] == [None] * 3
-    peer = seen[KVIndicesMLAMultiStepDraftBackend][0]
-    assert peer.kv_indptr is not None
-    assert peer.kv_indices is not None
-    assert peer.kv_indptr.tolist() == [[0, 8, 13], [0, 9, 15], [0, 10, 17]]
+    spec = seen[KVIndicesMLAMultiStepDraftBackend][0]
+    assert spec.kv_indptr is not None
+    assert spec.kv_indices is not None
+    assert spec.kv_indptr.tolist() == [[0, 8, 13], [0, 9, 15], [0, 10, 17]]
     for i, total in enumerate((13, 15, 17)):
         wanted = torch.cat((slots(1, 0, 8 + i), slots(3, 0, 5 + i)))
-        assert torch.equal(peer.kv_indices[i, :total].long(), wanted)
+        assert torch.equal(spec.kv_indices[i, :total].long(), wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,7 +10,7 @@ import torch
 from fixtures.drivers.forward_cost import cost
 from fixtures.drivers.rigs import ragged_rig, replayed
 from fixtures.tables.budgets import BUCKET
-from harness.attention import baselines as peers
+from harness.attention import baselines
 from harness.attention.multi_step_draft import (
     TRTLLMHAAttnMultiStepDraftBackend,
     TRTLLMMLAMultiStepDraftBackend,
@@ -29,9 +29,9 @@ MHA, XQA, MLA = "trtllm_mha/trtllm_gen", "trtllm_mha/xqa", "trtllm_mla/trtllm_ge
 BACKENDS: tuple[type[AttentionBackend], ...] = (
     TRTLLMHAAttnBackend,
     TRTLLMMLABackend,
-    peers.HostLengthsMLABackend,
-    peers.ContextKernelMHABackend,
-    peers.VerifyFixUpMHABackend,
+    baselines.HostLengthsMLABackend,
+    baselines.ContextKernelMHABackend,
+    baselines.VerifyFixUpMHABackend,
 )
 # baseline, the subject it undoes an optimization of, modes, and the count it must exceed
 UNDONE = (
@@ -54,17 +54,17 @@ def answers(own: Rig, execution: Execution) -> dict[str, torch.Tensor]:
 
 
 SAVINGS = [
-    pytest.param(peer, own, name, mode, id=f"{peer}-{mode}")
-    for peer, own, name in UNDONE
-    for mode in sorted(SUBJECTS[peer].modes)
+    pytest.param(baseline, own, name, mode, id=f"{baseline}-{mode}")
+    for baseline, own, name in UNDONE
+    for mode in sorted(SUBJECTS[baseline].modes)
 ]
 
 
-@pytest.mark.parametrize(("peer", "own", "name", "mode"), SAVINGS)
+@pytest.mark.parametrize(("baseline", "own", "name", "mode"), SAVINGS)
 def test_the_baseline_pays_what_the_optimization_saves(
-    peer: str, own: str, name: str, mode: Mode
+    baseline: str, own: str, name: str, mode: Mode
 ) -> None:
-    wasted = cost(ragged_rig(peer, mode), GRAPH, BUCKET).counts[name]
+    wasted = cost(ragged_rig(baseline, mode), GRAPH, BUCKET).counts[name]
     spent = cost(ragged_rig(own, mode), GRAPH, BUCKET).counts[name]
     assert spent < wasted
     assert spent == 0 or name == "planning"
@@ -72,19 +72,19 @@ def test_the_baseline_pays_what_the_optimization_saves(
 
 @pytest.mark.parametrize("execution", [EAGER, GRAPH])
 @pytest.mark.parametrize(
-    ("peer", "own", "mode"),
+    ("baseline", "own", "mode"),
     [
-        pytest.param(peer, own, mode, id=f"{peer}-{mode}")
-        for peer, own in (*(row[:2] for row in UNDONE), ("trtllm_mha-verify_fix_up/xqa", XQA))
-        for mode in sorted(SUBJECTS[peer].modes)
+        pytest.param(baseline, own, mode, id=f"{baseline}-{mode}")
+        for baseline, own in (*(row[:2] for row in UNDONE), ("trtllm_mha-verify_fix_up/xqa", XQA))
+        for mode in sorted(SUBJECTS[baseline].modes)
     ],
 )
 def test_the_baseline_gives_the_same_answers(
-    peer: str, own: str, mode: Mode, execution: Execution
+    baseline: str, own: str, mode: Mode, execution: Execution
 ) -> None:
     optimized, plain = (
         answers(ragged_rig(own, mode), execution),
-        answers(ragged_rig(peer, mode), execution),
+        answers(ragged_rig(baseline, mode), execution),
     )
     assert optimized.keys() == plain.keys()
     for name, tensor in optimized.items():
@@ -98,7 +98,7 @@ def test_lengths_are_copied_only_where_a_backend_reads_them() -> None:
     free = (*BACKENDS[:2], TRTLLMMLAMultiStepDraftBackend, TRTLLMHAAttnMultiStepDraftBackend)
     assert [kind.needs_cpu_seq_lens for kind in free] == [False] * 4
     assert AttentionBackend.needs_cpu_seq_lens is True
-    needs: Any = peers.HostLengthsMLABackend
+    needs: Any = baselines.HostLengthsMLABackend
     for order in ([needs, *free], [*free, needs]):
         assert decide_needs_cpu_seq_lens(order) is True  # type: ignore[arg-type]
     assert decide_needs_cpu_seq_lens(free) is False  # type: ignore[arg-type]
@@ -167,7 +167,7 @@ def test_uniform_phases_run_on_the_decode_kernel(
 def test_every_backend_has_the_hook_after_drafting(kind: type[AttentionBackend]) -> None:
     name = "update_verify_buffers_to_fill_after_draft"
     inherits = getattr(kind, name) is getattr(AttentionBackend, name)
-    assert inherits == (kind is not peers.VerifyFixUpMHABackend)
+    assert inherits == (kind is not baselines.VerifyFixUpMHABackend)
 
 
 @pytest.mark.parametrize("subject", [MHA, XQA, MLA, "trtllm_mha-verify_fix_up/xqa"])

@@ -37,7 +37,7 @@ def kind_id(value: Any) -> str | None:
 
 
 def written(scene: Scene, loc: torch.Tensor) -> torch.Tensor:
-    """What the pool holds at these locations: keys and values, or latents."""
+    """Keys and values, or latents, that the pool holds at these locations."""
     if isinstance(scene, MHAScene):
         return torch.cat((scene.pool.k_buffer[0][loc], scene.pool.v_buffer[0][loc]), -1)
     held: torch.Tensor = scene.pool.kv_buffer[0][loc][:, None]

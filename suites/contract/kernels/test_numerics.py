@@ -1,4 +1,4 @@
-"""What a real kernel rounds and spreads enters the question, the budget and the poison alone."""
+"""A real kernel's numerics enter the expected answer, the budget and the poison alone."""
 
 from __future__ import annotations
 
