@@ -31,29 +31,31 @@ FORWARD_MODES = {
 
 
 def make_batch(
-    pool_state: PoolState, requests: BatchInputs, *, host_lengths: bool = False
+    pool_state: PoolState, batch_inputs: BatchInputs, *, host_lengths: bool = False
 ) -> ForwardBatch:
     """The batch of these requests.
 
     Args:
         pool_state: pools it reads and writes.
-        requests: of the batch.
+        batch_inputs: its requests.
         host_lengths: whether it carries lengths on the host too.
     """
-    case, device = requests.case, pool_state.device
+    case, device = batch_inputs.case, pool_state.device
     advanced = case.mode not in (Mode.TARGET_VERIFY, Mode.MULTI_STEP_DRAFT)
     seq_lens = torch.tensor(case.total_lens if advanced else case.prefix_lens, dtype=torch.int64)
     ranges = [torch.arange(s, e) for s, e in zip(case.prefix_lens, case.total_lens, strict=True)]
-    new_slots = requests.new_slots
+    new_slots = batch_inputs.new_slots
     if case.mode is Mode.MULTI_STEP_DRAFT:
         new_slots = [list(step) for step in zip(*new_slots, strict=True)]
     ragged = case.mode in (Mode.EXTEND, Mode.DRAFT_EXTEND)
     return ForwardBatch(
         forward_mode=FORWARD_MODES[case.mode],
         batch_size=case.bs,
-        input_ids=_cat(requests.new_tokens, device),
+        input_ids=_cat(batch_inputs.new_tokens, device),
         positions=_cat(ranges, device),
-        req_pool_indices=torch.tensor(requests.req_pool_indices, dtype=torch.int64, device=device),
+        req_pool_indices=torch.tensor(
+            batch_inputs.req_pool_indices, dtype=torch.int64, device=device
+        ),
         seq_lens=seq_lens.to(device),
         out_cache_loc=_cat([torch.tensor(own, dtype=torch.int64) for own in new_slots], device),
         req_to_token_pool=pool_state.req_to_token_pool,
@@ -64,7 +66,7 @@ def make_batch(
         if ragged
         else None,
         extend_seq_lens_cpu=list(case.q_lens) if ragged else None,
-        spec_info=_spec_info(pool_state, requests),
+        spec_info=_spec_info(pool_state, batch_inputs),
     )
 
 
@@ -72,19 +74,19 @@ def _cat(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     return torch.cat([torch.empty(0, dtype=torch.int64), *parts]).to(device)
 
 
-def _spec_info(pool_state: PoolState, requests: BatchInputs) -> SpecInput | None:
-    case, device = requests.case, pool_state.device
+def _spec_info(pool_state: PoolState, batch_inputs: BatchInputs) -> SpecInput | None:
+    case, device = batch_inputs.case, pool_state.device
     hidden = None
-    if requests.hidden_in is not None:
-        hidden = requests.hidden_in.to(device=device, dtype=getattr(torch, case.dtype))
+    if batch_inputs.hidden_in is not None:
+        hidden = batch_inputs.hidden_in.to(device=device, dtype=getattr(torch, case.dtype))
     match case.mode:
         case Mode.MULTI_STEP_DRAFT:
-            first = torch.stack([tokens[0] for tokens in requests.new_tokens])[:, None].to(device)
+            first = torch.stack([tokens[:1] for tokens in batch_inputs.new_tokens]).to(device)
             return EagleDraftInput(
                 first, torch.ones_like(first, dtype=torch.float32), hidden, case.num_steps
             )
         case Mode.TARGET_VERIFY:
-            return EagleVerifyInput(_cat(requests.new_tokens, device), case.num_draft_tokens)
+            return EagleVerifyInput(_cat(batch_inputs.new_tokens, device), case.num_draft_tokens)
         case Mode.DRAFT_EXTEND | Mode.DRAFT_EXTEND_V2:
             v2 = case.mode is Mode.DRAFT_EXTEND_V2
             return EagleDraftExtendInput(
@@ -105,7 +107,7 @@ def pad_batch(batch: ForwardBatch, rows: int, width: int) -> ForwardBatch:
         rows: query tokens to add; not necessarily a multiple of ``width``.
         width: query tokens per request in one forward.
     """
-    requests = -(-rows // width)
+    padded_requests = -(-rows // width)
     spec, cache_loc = batch.spec_info, _longer(batch.out_cache_loc, rows)
     if isinstance(spec, EagleDraftExtendInput) and spec.hidden_states is not None:
         spec = replace(spec, hidden_states=_longer(spec.hidden_states, rows))
@@ -121,12 +123,12 @@ def pad_batch(batch: ForwardBatch, rows: int, width: int) -> ForwardBatch:
             hidden_states=None if spec.hidden_states is None else _longer(spec.hidden_states, rows),
         )
     return batch.with_changes(
-        batch_size=batch.batch_size + requests,
+        batch_size=batch.batch_size + padded_requests,
         input_ids=_longer(batch.input_ids, rows),
         positions=_longer(batch.positions, rows),
         out_cache_loc=cache_loc,
-        req_pool_indices=_longer(batch.req_pool_indices, requests),
-        seq_lens=_longer(batch.seq_lens, requests),
+        req_pool_indices=_longer(batch.req_pool_indices, padded_requests),
+        seq_lens=_longer(batch.seq_lens, padded_requests),
         spec_info=spec,
     )
 

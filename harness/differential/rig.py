@@ -59,9 +59,11 @@ class Rig:
         """The batch under test."""
         return self.batch_of(self.pool_state.inputs.tested)
 
-    def batch_of(self, requests: BatchInputs) -> ForwardBatch:
+    def batch_of(self, batch_inputs: BatchInputs) -> ForwardBatch:
         """A batch on the rig's pools, with host lengths only for a backend that needs them."""
-        return make_batch(self.pool_state, requests, host_lengths=self.backend.needs_cpu_seq_lens)
+        return make_batch(
+            self.pool_state, batch_inputs, host_lengths=self.backend.needs_cpu_seq_lens
+        )
 
     @property
     def planners(self) -> list[PagedBackend]:
