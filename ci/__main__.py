@@ -49,7 +49,7 @@ def version() -> str:
 
 
 def menu() -> str:
-    """The lanes, one a line."""
+    """The lanes, one per line."""
     known = lanes()
     width = max(map(len, known))
     return "\n".join(f"  {name:<{width}}  {description}" for name, description in known.items())
@@ -108,7 +108,7 @@ def main(argv: list[str]) -> int:
     """Exit code: the lane's, or 2 for a lane that does not exist.
 
     Args:
-        argv: the lane and, behind ``--``, what its command gets.
+        argv: the lane and, after ``--``, arguments of its command.
     """
     parser = argparse.ArgumentParser(
         prog="python3 -m ci",

@@ -1,6 +1,6 @@
 """``python -m ci.clients``: make the environment in which released clients ask our server.
 
-Clients of others have requirements of others, so they do not share a lane's environment. Nothing is
+Their requirements differ from ours, so they do not share a lane's environment. Nothing is
 resolved: ``clients.txt`` lists every distribution. A second call finds the environment as it is.
 """
 

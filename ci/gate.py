@@ -1,6 +1,6 @@
 """``python -m ci.gate RECORDS...``: 0 if the records of a run are green and complete, 1 if not.
 
-The files are those of one run: one, or one a shard.
+The files are those of one run: one, or one per shard.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Bar:
 
 
 def bars(counts: dict[int, int]) -> list[Bar]:
-    """One bar a length from 1 to the longest seen, gaps included."""
+    """One bar per length from 1 to the longest seen, gaps included."""
     tallest, total = max(counts.values()), sum(counts.values())
     return [
         Bar(length, steps, steps / tallest, steps / total)
@@ -53,7 +53,7 @@ def bars(counts: dict[int, int]) -> list[Bar]:
 
 
 def histograms(records: Sequence[Record]) -> list[dict[str, object]]:
-    """One entry a (pair, subject, execution), as the page draws it."""
+    """One entry per (pair, subject, execution), as the page draws it."""
     return [
         {
             "pair": pair,
@@ -68,7 +68,7 @@ def histograms(records: Sequence[Record]) -> list[dict[str, object]]:
 
 
 def row(record: Record) -> dict[str, object]:
-    """A record as the page's script reads it: no environment, no number JSON cannot say."""
+    """A record as the page's script reads it: no environment, no number that JSON lacks."""
     data = asdict(record)
     del data["environment"], data["planned"], data["recorded"]
     data["red"] = record.verdict.is_red
@@ -138,7 +138,7 @@ def write_page(path: Path, records: Sequence[Record]) -> None:
 
 
 def table(records: Sequence[Record]) -> Table:
-    """A line a subject: what ran, and the worst error / allowed of each execution."""
+    """One line per subject: its trials, and the worst error / allowed of each execution."""
     executions = list(dict.fromkeys(execution for _, execution in summary.columns(records)))
     shown = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     shown.add_column("subject", no_wrap=True)
@@ -170,7 +170,7 @@ def show(records: Sequence[Record], console: Console) -> None:
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0, or 2 for records or a path that cannot be used."""
     parser = CommandLine(prog="python -m ci.report", description=__doc__)
-    files = "a records.jsonl, or one a shard"
+    files = "a records.jsonl, or one per shard"
     parser.add_argument("records", type=Path, nargs="+", metavar="RECORDS", help=files)
     parser.add_argument("--out", type=Path, metavar="PAGE", help="where the page is written")
     options = parser.parse_args(argv)

@@ -1,6 +1,6 @@
-"""``python -m ci.sanitize``: a sample of trials under NVIDIA's compute-sanitizer, one line a tool.
+"""``python -m ci.sanitize``: trials under NVIDIA's compute-sanitizer, one line per tool.
 
-memcheck runs eager trials without torch's caching allocator, which would hide accesses behind a
+memcheck runs eager trials without torch's caching allocator, which would hide accesses past a
 tensor, and replayed ones with it, because a capture cannot do without. racecheck looks at our own
 kernels alone. Needs a GPU, the CUDA toolkit's ``compute-sanitizer`` and the gpu extra.
 """

@@ -1,4 +1,4 @@
-"""What a set of records says: pure functions from records to small tables, no text, no colour."""
+"""Summaries of records: pure functions from records to small tables, no text, no colour."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.core.record import Record, Verdict
 
 GroupKey = TypeVar("GroupKey", bound=Hashable)
 REFERENCE_KERNEL = "reference"
-"""The kernel that is nobody's stand-in."""
+"""The kernel that never stands in for another."""
 
 
 def identity(record: Record) -> tuple[str, str, str, str, str]:

@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
         "--history",
         type=Path,
         metavar="FILE",
-        help="earlier runs; DIR/history.jsonl unless given",
+        help="default: DIR/history.jsonl",
     )
     options = parser.parse_args(argv)
     history = options.history or options.out / "history.jsonl"

@@ -14,7 +14,7 @@ from ci.summary import minute
 from harness.bench.analysis import WORST_FIRST, Finding, RunVerdict, dropped, findings, verdict
 from harness.bench.jsonl import read
 from harness.bench.session_records import ArmFacts, Line, Session, Trial
-from harness.bench.stats.validity import unasked
+from harness.bench.stats.validity import unknown_conditions
 from harness.core.record import Environment
 from harness.errors import UsageError
 
@@ -58,7 +58,7 @@ class BenchReport:
         return cls.of(read(path))
 
     @cached_property
-    def rows(self) -> tuple[CaseReport, ...]:
+    def cases(self) -> tuple[CaseReport, ...]:
         """In the order of the plans."""
         return tuple(CaseReport(found, self._seconds(found)) for found in self.run.findings)
 
@@ -71,14 +71,14 @@ class BenchReport:
 
     @property
     def judged(self) -> list[CaseReport]:
-        """Rows of candidates, the worst first."""
-        rows = [row for row in self.rows if not row.is_control]
+        """Those of candidates, the worst first."""
+        rows = [row for row in self.cases if not row.is_control]
         return sorted(rows, key=lambda row: (WORST_FIRST.index(row.verdict), -row.cost))
 
     @property
     def sessions(self) -> list[Session]:
         """In the order of the plans."""
-        return list({row.session.id: row.session for row in self.rows}.values())
+        return list({row.session.id: row.session for row in self.cases}.values())
 
     @property
     def is_red(self) -> bool:
@@ -113,7 +113,7 @@ class BenchReport:
         """One line per control session."""
         lines = []
         for session in self.sessions:
-            rows = [row for row in self.rows if row.session.id == session.id and row.is_control]
+            rows = [row for row in self.cases if row.session.id == session.id and row.is_control]
             if rows:
                 accepted = " or ".join(CONTROLS[session.role].accepted)
                 said = ", ".join(f"{n} {verdict}" for verdict, n in _counts(rows).items())
@@ -126,10 +126,10 @@ class BenchReport:
         return dropped(self.run.findings)
 
     @property
-    def unasked(self) -> list[str]:
+    def unknown_conditions(self) -> list[str]:
         """One line of the conditions that no trial has, none where every one was asked for."""
-        names = unasked([trial.conditions for trial in self.trials])
-        return [f"nobody asked: {', '.join(names)}"] if names else []
+        names = unknown_conditions([trial.conditions for trial in self.trials])
+        return [f"unknown conditions: {', '.join(names)}"] if names else []
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -138,7 +138,7 @@ class BenchReport:
 
     def entries(self) -> list[Entry]:
         """The lines that the history keeps; cases without a valid block are left out."""
-        return [_entry(row) for row in self.rows if not row.is_control and row.evidence.blocks]
+        return [_entry(row) for row in self.cases if not row.is_control and row.evidence.blocks]
 
 
 def _counts(rows: Iterable[CaseReport]) -> dict[str, int]:

@@ -33,7 +33,8 @@ def summary(report: BenchReport, *, notes: Sequence[str] = (), link: str = "") -
     """
     head = [f"## specgate bench: {report.title}", "", report.sentence, ""]
     head += [
-        f"* {line}" for line in (*report.arms, *report.controls, *report.dropped, *report.unasked)
+        f"* {line}"
+        for line in (*report.arms, *report.controls, *report.dropped, *report.unknown_conditions)
     ]
     tail = [line for note in (*notes, *report.reasons[:3]) for line in ("", note)]
     tail += ["", f"[The whole report]({link})"] if link else []
@@ -63,7 +64,7 @@ def _row(row: CaseReport) -> str:
 def remarks(report: BenchReport) -> Iterator[str]:
     """Workflow commands, the first ten of every level."""
     used = dict.fromkeys(LEVELS.values(), 0)
-    failed_controls = [row for row in report.rows if row.is_control and row.is_red]
+    failed_controls = [row for row in report.cases if row.is_control and row.is_red]
     for row in (*failed_controls, *report.judged):
         level = "error" if row.is_red else LEVELS.get(row.verdict)
         if level is None or used[level] == MOST_ANNOTATIONS:

@@ -44,9 +44,9 @@ def write(bench: Path, folder: Path, past: Path, *, notes: Sequence[str] = ()) -
         series = history.all_series(history.append(past, report.entries()))
         summary = github.summary(report, notes=[*history.notes(series), *notes], link=PAGE)
         texts = {
-            "bench.xml": junit.document(report.rows),
-            "bench.json": exports.smaller_is_better(report.rows, figures),
-            "bench.openmetrics.txt": exports.openmetrics(report.rows, figures),
+            "bench.xml": junit.document(report.cases),
+            "bench.json": exports.smaller_is_better(report.cases, figures),
+            "bench.openmetrics.txt": exports.openmetrics(report.cases, figures),
             SUMMARY: summary,
             PAGE: page(report, series),
         }

@@ -71,7 +71,7 @@ def page(report: BenchReport, series: Mapping[tuple[str, str], Series]) -> str:
 def figures(report: BenchReport, series: Mapping[tuple[str, str], Series]) -> Sequence[Figure]:
     """The plots that have data, in the order of the page."""
     judged = [row for row in report.judged if row.evidence.blocks]
-    controls = [row for row in report.rows if row.is_control and row.evidence.blocks]
+    controls = [row for row in report.cases if row.is_control and row.evidence.blocks]
     shifted = [row for s in report.sessions for row in _shifts(report, s.id)]
     steps, facts = request_plots.halves(judged), request_plots.conditions(report.trials)
     followed = {key: one for key, one in series.items() if len(one.entries) > 1}

@@ -1,1 +1,1 @@
-"""The lane ``doors``: what the documents tell a person to type is typed in a fresh clone."""
+"""The lane ``doors``: the commands of the documents, run in a fresh clone."""

@@ -1,7 +1,7 @@
-"""``python3 -m ci doors``: run what the documents tell a person to run, in a fresh clone.
+"""``python3 -m ci doors``: run the commands of the documents in a fresh clone.
 
 HEAD is cloned into an empty folder. There every command of the documents is run as it stands, and
-every set of extras that tox.ini or a document names is installed and asked whether the suites run.
+every set of extras that tox.ini or a document names is installed, and the suites are tried in it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def documents(root: Path) -> dict[str, str]:
-    """Path -> text of every document that git knows, in the order of a reader."""
+    """Path -> text of every document of the repository, in reading order."""
     listed = subprocess.run(
         ["git", "ls-files", "*.md"], cwd=root, capture_output=True, text=True, check=True
     )
@@ -69,7 +69,7 @@ def clone(into: Path) -> Path:
 
 
 def doors(names: Sequence[str], into: Path, console: Console) -> list[Tried]:
-    """Everything that was tried.
+    """All results.
 
     Args:
         names: documents, or "extras"; everything if empty.
@@ -94,16 +94,16 @@ def doors(names: Sequence[str], into: Path, console: Console) -> list[Tried]:
         if not names or command.document in names:
             with console.status(escape(f"{command.place} {command.bare}")):
                 result = typed(command, known, shell, done)
-            told(result, console)
+            print_progress(result, console)
             tried.append(result)
     if not names or EXTRAS_NAME in names:
         for result in environments(known, root, into, texts.values()):
-            told(result, console)
+            print_progress(result, console)
             tried.append(result)
     return tried
 
 
-def told(result: Tried, console: Console) -> None:
+def print_progress(result: Tried, console: Console) -> None:
     """Print one line of progress."""
     style = "red" if result.problem else ""
     console.print(result.line, style=style, markup=False, highlight=False)
@@ -116,7 +116,7 @@ def stale(known: table.Table, every: Sequence[Command]) -> list[Tried]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 green, 1 red, 2 for what cannot be asked."""
+    """Exit code: 0 green, 1 red, 2 for bad arguments."""
     options = parser().parse_args(argv)
     console = Console(soft_wrap=True)
     started = time.monotonic()

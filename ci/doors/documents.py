@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from markdown_it import MarkdownIt
 
 READ_FIRST = ("README.md", "CONTRIBUTING.md")
-"""Read before the others: a reader of any other document has done what the README says."""
+"""Run before the others, as a reader of these does."""
 CONTINUED = re.compile(r"\s*\\\n\s*")
 UNCOMMENTED = re.compile(r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\]|\s(?!\s*\#))*""", re.DOTALL)
 
@@ -42,7 +42,7 @@ class Command:
 
 
 def ordered(paths: list[str]) -> list[str]:
-    """Documents in the order in which a person meets them."""
+    """Documents in reading order."""
     return sorted(paths, key=lambda path: (path not in READ_FIRST, path != READ_FIRST[0], path))
 
 

@@ -1,4 +1,4 @@
-"""An environment of every set of extras, and what the suites say in it."""
+"""Environments of every set of extras, and the suites in each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUN = "-m pytest -q -n0 -p no:cacheprovider"
 
 
 def environments(table: Table, root: Path, into: Path, documents: Iterable[str]) -> Iterator[Tried]:
-    """What every set of extras says, a set after the other.
+    """Results of every set of extras.
 
     A set with a package for GPUs is resolved against its pins, and the rest of it installed.
 

@@ -22,7 +22,7 @@ INTERRUPT_CODES = (0, 128 + signal.SIGINT, -signal.SIGINT)
 GRACE_S = 15.0
 SHELL_POLL_S = 0.2
 OWN = re.compile(r"_|SHLVL|VIRTUAL_ENV\w*|(PYTHON|TOX|COVERAGE|HYPOTHESIS|SPECGATE)\w*")
-"""Variables of the lane, which a person's shell does not have."""
+"""Variables of the lane, which are removed."""
 QUICK_PIP = {"PIP_COMPILE": "0"}
 """What a few commands import is compiled as they import it; all of torch takes far longer."""
 
@@ -52,7 +52,7 @@ def fresh(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Shell:
-    """Bash as a person uses it: what a command sets holds for the next one.
+    """A bash session: variables and folder are kept from one command to the next.
 
     Args:
         folder: in which it is opened.
@@ -100,7 +100,7 @@ class Shell:
 
 
 def _attended(process: subprocess.Popen[bytes], row: Row, log: Path) -> str:
-    """Wait for the end, interrupt a server that is ready; why it had to be stopped, if it had."""
+    """Wait for the end, interrupt a server that is ready; the problem, empty for none."""
     deadline = time.monotonic() + row.limit
     told = not row.ready
     try:

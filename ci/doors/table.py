@@ -1,4 +1,4 @@
-"""``doors.toml``: what a person fills in, and how far a command goes that cannot run here."""
+"""``doors.toml``: values of placeholders, and commands that do not run as they stand."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Row:
         command: as the document has it, without its comment.
         limit: seconds it may take.
         run: what is run instead.
-        ready: what a server prints when it serves; it is interrupted then, and must end cleanly.
-        refused: what the last line says where the command cannot run; it must say so by itself.
+        ready: output of a server that serves; it is interrupted then, and must end cleanly.
+        refused: part of the last line where the command cannot run and must refuse by itself.
         reason: why it is not run as it stands.
     """
 
@@ -53,7 +53,7 @@ class Table:
     Args:
         limit: seconds of a command that has no row.
         gpu_extras: extras whose packages need a GPU.
-        placeholders: word of a document -> what a person would put there.
+        placeholders: word of a document -> its value.
         rows: by command.
     """
 
@@ -63,7 +63,7 @@ class Table:
     rows: Mapping[str, Row]
 
     def row(self, command: Command) -> Row:
-        """The command's own, or one that runs it as it stands."""
+        """The row of a command, or one that runs it as it stands."""
         return self.rows.get(command.bare) or Row(command.bare, self.limit)
 
     def filled(self, text: str) -> str:
@@ -98,7 +98,7 @@ def read(file: Path = COMMAND_TABLE) -> Table:
     for entry in told["command"]:
         row = _row(entry, limit)
         if row.command in rows:
-            raise UsageError(rejected("command", row.command, "one row a command"))
+            raise UsageError(rejected("command", row.command, "one row per command"))
         rows[row.command] = row
     return Table(limit, frozenset(told["gpu_extras"]), told["placeholders"], rows)
 

@@ -1,4 +1,4 @@
-"""What was tried, how it went, and the table of all of it."""
+"""Results of the commands, and their table."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ TAIL = 40
 
 @dataclass(frozen=True)
 class Tried:
-    """One command, or one thing asked of an environment.
+    """Result of one command, or of one check of an environment.
 
     Args:
         place: such as "README.md:17".
         asked: the command as the document has it.
-        ran: what was run instead, or why it was not run again; empty if nothing else.
+        ran: the command that was run instead, or the place where it ran before; empty if neither.
         seconds: it took.
         output: of it.
         problem: why it is red; empty where it is not.
@@ -48,10 +48,10 @@ def typed(command: Command, table: Table, shell: Shell, done: dict[str, Tried]) 
     """Run a command of a document, once however many documents have it.
 
     Args:
-        command: it.
-        table: how it is run.
-        shell: in which.
-        done: commands that were run, by text; this one is added.
+        command: from a document.
+        table: rows of commands.
+        shell: that runs it.
+        done: results by command; this one is added.
     """
     if earlier := done.get(command.bare):
         return replace(earlier, place=command.place, ran=f"as {earlier.place}", seconds=0.0)

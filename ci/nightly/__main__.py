@@ -1,6 +1,6 @@
-"""``python -m ci.nightly [--dry-run] [-- BENCH OPTIONS]``: check, run every stage, show.
+"""``python -m ci.nightly [--dry-run] [-- BENCH OPTIONS]``: check, run every stage, report.
 
-What follows ``--`` goes to ``specgate bench``, behind the options of ``nightly.toml``.
+Options after ``--`` go to ``specgate bench``, after those of ``nightly.toml``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ NightlyConfig = dict[str, Any]
 
 
 def parser(config: NightlyConfig) -> argparse.ArgumentParser:
-    """The command line; its defaults stand in ``nightly.toml``."""
+    """The command line; its defaults are in ``nightly.toml``."""
     made = CommandLine(prog="python -m ci.nightly", description=__doc__)
     made.add_argument("--dry-run", action="store_true", help="plan and check, launch no kernel")
+    made.add_argument("--report", type=Path, default=REPORT, metavar="DIR", help="of the reports")
     made.add_argument(
-        "--report", type=Path, default=REPORT, metavar="DIR", help="of what is written"
-    )
-    made.add_argument(
-        "--history", type=Path, metavar="FILE", help="of the nights; DIR/history.jsonl unless given"
+        "--history",
+        type=Path,
+        metavar="FILE",
+        help="default: DIR/history.jsonl",
     )
     bench = config["bench"]
     made.add_argument("--reference", default=bench["reference"], metavar="PIN", help="arm A")
@@ -48,10 +49,10 @@ def nightly(config: NightlyConfig, options: argparse.Namespace, bench: Sequence[
     Args:
         config: ``nightly.toml``.
         options: of the command line.
-        bench: what else the benchmark is told.
+        bench: further options of the benchmark.
 
     Raises:
-        UsageError: what is asked cannot be planned.
+        UsageError: the options cannot be planned.
     """
     if options.gpu and not options.dry_run:
         raise UsageError(rejected("--gpu", options.gpu, "nothing: a real run asks the driver"))
@@ -84,7 +85,7 @@ def nightly(config: NightlyConfig, options: argparse.Namespace, bench: Sequence[
 
 
 def free_gib_needed(config: NightlyConfig, arms: Mapping[str, stages.PinnedArm]) -> float:
-    """Room that a night takes; an arm that somebody else installed takes none."""
+    """Disk space that a night needs; an arm that is installed already needs none."""
     made = [arm for arm in arms.values() if not arm.is_python]
     return float(config["free_gib"] + config["free_gib_environment"] * len(made))
 
@@ -96,7 +97,7 @@ def left_over(
     night: Sequence[stages.Stage],
     codes: dict[str, int],
 ) -> list[str]:
-    """What the GPU that the job is for has not verified tonight."""
+    """Trials and stages that the target GPU has not verified in this night."""
     target = machine.parsed(config["target_gpu"])
     row = machine.row_of(config, target)
     is_there = bool(codes) and here.row == row
@@ -107,7 +108,7 @@ def left_over(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 green, 1 red, 2 for what cannot be asked."""
+    """Exit code: 0 green, 1 red, 2 for bad options."""
     config = machine.configuration()
     split = argv.index("--") if "--" in argv else len(argv)
     options = parser(config).parse_args(argv[:split])

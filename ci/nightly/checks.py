@@ -1,4 +1,4 @@
-"""What must hold before a kernel is launched; none of it needs a GPU."""
+"""Checks before a night: signatures, packages, disk, options of the benchmark; no GPU needed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class NightlyCheck:
-    """One thing that was asked: whether it holds (None: it could not be asked here), and why."""
+    """One check: whether it holds (None: it cannot be made here), and why."""
 
     name: str
     holds: bool | None
@@ -33,12 +33,12 @@ class NightlyCheck:
 
 
 def started(module: str, *args: str) -> subprocess.CompletedProcess[str]:
-    """``python -m module args``, run in the repository; what it printed."""
+    """``python -m module args``, run in the repository; its output."""
     return ran([sys.executable, "-m", module, *args])
 
 
 def ran(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """A command, run in the repository; what it printed."""
+    """A command, run in the repository; its output."""
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
@@ -63,7 +63,7 @@ def signatures() -> NightlyCheck:
         quiet = ("-q", "-n0", "-p", "no:cacheprovider", f"--junitxml={report}")
         started("pytest", SIGNATURES, *quiet)
         if not report.is_file():
-            return NightlyCheck("provider signatures", False, "pytest left no report")
+            return NightlyCheck("kernel signatures", False, "pytest left no report")
         [suite] = Xml.parse(report).getroot().iter("testsuite")
     tests, failures, errors, skipped = (
         int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")
@@ -73,7 +73,7 @@ def signatures() -> NightlyCheck:
     if skipped:
         said += f"; {skipped} skipped, because a kernel package is not installed"
     holds = None if skipped and not wrong else not wrong and tests > 0
-    return NightlyCheck("provider signatures", holds, said)
+    return NightlyCheck("kernel signatures", holds, said)
 
 
 def packages(extras: Sequence[str], stack: str) -> NightlyCheck:
@@ -112,7 +112,7 @@ def pinned(*names: str) -> Iterator[tuple[str, str]]:
 
 
 def requirements(extras: Collection[str]) -> list[Requirement]:
-    """Of the project and these extras, as far as they are for this platform."""
+    """Requirements of the project and these extras on this platform."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     more = [line for extra in extras for line in project["optional-dependencies"][extra]]
     wanted = map(Requirement, [*project["dependencies"], *more])

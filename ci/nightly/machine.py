@@ -1,4 +1,4 @@
-"""Which GPUs are here, and what they run; asked of the driver, without torch."""
+"""The machine of a night: its GPUs and the kernels that they run, from the driver without torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Machine:
         return [name for name, reason in refusals(self.sm).items() if reason is None]
 
     def serving(self, attention_backend: str | None) -> Machine:
-        """The same machine, whose servers attend with this backend where one is named."""
+        """The same machine, its servers with this attention backend where one is named."""
         changes = {"attention_backend": attention_backend} if attention_backend else {}
         return replace(self, row=self.row | changes)
 
@@ -61,7 +61,7 @@ def refusals(sm: Sm) -> dict[str, str | None]:
 
 
 def shown(sm: Sm) -> str:
-    """As people write it, such as 10.0."""
+    """Such as 10.0."""
     return "{}.{}".format(*sm)
 
 

@@ -1,4 +1,4 @@
-"""Run the stages of a night, and write what they leave."""
+"""Run of a night: its stages, and the reports of what they record."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run_stages(night: Sequence[Stage], folder: Path) -> dict[str, int]:
 
     Args:
         night: what is started.
-        folder: of the reports; made where missing, what an older night left is removed.
+        folder: of the reports; made where missing, records of an earlier night are removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name in (RECORDS, BENCH, latency_table.LATENCY_FILE):
@@ -40,7 +40,7 @@ def run_stages(night: Sequence[Stage], folder: Path) -> dict[str, int]:
 
 
 def lines(codes: dict[str, int], recorded: Sequence[Record]) -> list[str]:
-    """One line a stage, and one of the differential trials.
+    """One line per stage, and one of the differential trials.
 
     Args:
         codes: of the stages.
@@ -53,7 +53,7 @@ def lines(codes: dict[str, int], recorded: Sequence[Record]) -> list[str]:
 
 
 def records(folder: Path) -> list[Record]:
-    """Of the differential stage; none where it left none."""
+    """Records of the differential stage; none where it wrote none."""
     path = folder / RECORDS
     return list(read_records(path)) if path.is_file() else []
 

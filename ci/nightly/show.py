@@ -1,4 +1,4 @@
-"""The plan of a night as people read it."""
+"""The plan of a night, printed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ci.nightly.machine import Machine
 from ci.nightly.stages import Stage
 from ci.nightly.trials import PlannedTrial, per_subject
 
-CHECK_MARKS = {True: "[green]yes[/]", False: "[bold red]no[/]", None: "[yellow]not asked[/]"}
+CHECK_MARKS = {True: "[green]yes[/]", False: "[bold red]no[/]", None: "[yellow]unknown[/]"}
 
 
 def show(
@@ -42,7 +42,7 @@ def show(
 
 
 def unverified_lines(left: Mapping[str, int], stages: Sequence[str], where: str) -> list[str]:
-    """What a night leaves unverified on the GPU that the job is for, one line a subject.
+    """Trials and stages that a night leaves unverified on the target GPU, one line per subject.
 
     Args:
         left: subject -> trials.

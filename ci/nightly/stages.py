@@ -1,4 +1,4 @@
-"""What a night runs, in order: commands alone, so that a dry run shows what a real one starts."""
+"""Stages of a night: its commands in order, the same in a dry run and in a real one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class PinnedArm:
 
     @property
     def is_python(self) -> bool:
-        """Whether it was installed by somebody else."""
+        """Whether it is an interpreter that has sglang already."""
         return Path(self.pin).is_file()
 
     @property
@@ -71,7 +71,7 @@ class PinnedArm:
         return self.pin if self.is_python else str(self.home / "bin" / "python")
 
     def stages(self, name: str) -> list[Stage]:
-        """What makes its environment; nothing where there is one."""
+        """The stages that make its environment, none where there is one."""
         if self.is_python:
             return []
         make = (sys.executable, "-m", "venv", str(self.home))
@@ -104,7 +104,7 @@ def plan(
         machine: it, or the one that is planned for.
         config: ``nightly.toml``.
         report: folder of everything that is written.
-        arms: the reference and the candidate, whose server the suites of servers ask.
+        arms: the reference and the candidate; the suites of servers run on the candidate.
         options: of the bench, after those of ``config``; where both name one, these win.
     """
     out, bench = report.absolute(), config["bench"]
@@ -130,7 +130,7 @@ def module(name: str, *args: str) -> tuple[str, ...]:
 def _server(
     machine: Machine, config: dict[str, Any], out: Path, candidate: PinnedArm
 ) -> tuple[str, ...]:
-    """The suites of servers, asked of the candidate."""
+    """The suites of servers, run on the candidate."""
     serves = ("--server", "sglang", "--server-python", candidate.python)
     what = ("--server-pair", config["pair"], "--server-backend", machine.row["attention_backend"])
     return module("pytest", "suites/server", "-n0", *serves, *what, f"--junitxml={out}/server.xml")

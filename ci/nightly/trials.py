@@ -1,4 +1,4 @@
-"""Trials that a night plans for a GPU, and those that it leaves unverified there."""
+"""Differential trials planned for a GPU, and those left unverified there."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Lanes on a GPU machine without a network: a bundle is built here and carried there."""
+"""Lanes on a GPU machine without a network, from a bundle of packages."""

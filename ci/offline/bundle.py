@@ -91,7 +91,7 @@ def unpack_wheel(wheel: Path, site: Path, left_out: Iterable[str]) -> None:
 
 
 def strip(site: Path) -> None:
-    """Take the symbols nobody links against out of large libraries, where ``strip`` is there."""
+    """Remove symbols that linking does not need from large libraries, where ``strip`` exists."""
     tool = shutil.which("strip")
     for library in site.rglob("*.so*") if tool else ():
         if library.stat().st_size >= STRIPPED_FROM:

@@ -15,7 +15,7 @@ WARMING_C = 8.0
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Facts of one trial; None is a fact that nobody asked for, and is listed by ``unasked``.
+    """Facts of one trial; None is a fact that is unknown, and is listed by ``unknown_conditions``.
 
     Args:
         foreign_processes: other processes that computed on the GPU meanwhile.
@@ -91,7 +91,7 @@ def _summary(seen: Collection[Any]) -> str:
     return ", ".join(sorted(words))
 
 
-def unasked(trials: Sequence[Conditions]) -> tuple[str, ...]:
+def unknown_conditions(trials: Sequence[Conditions]) -> tuple[str, ...]:
     """Names of the facts that no trial has."""
     names = [field.name for field in fields(Conditions)]
     return tuple(n for n in names if all(getattr(trial, n) is None for trial in trials))

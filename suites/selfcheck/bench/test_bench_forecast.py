@@ -11,7 +11,7 @@ from harness.bench.jsonl import read
 from harness.bench.plan import Setup
 from harness.bench.session_records import Role, Workload
 from harness.bench.stats.design import Design
-from suites.selfcheck.bench.test_bench_findings import records
+from suites.selfcheck.bench.test_bench_analysis import records
 
 SETUP = Setup(
     a=parse("embedded:"),

@@ -15,7 +15,7 @@ from fixtures.pytest_plugin.poll import eventually
 from harness.bench import selfcheck
 from harness.bench.session_records import Role
 from harness.core.paths import ROOT
-from suites.selfcheck.bench.test_bench_findings import judged, records
+from suites.selfcheck.bench.test_bench_analysis import judged, records
 
 
 def test_a_selfcheck_counts_what_was_left_alone_and_what_was_found(tmp_path):

@@ -179,7 +179,7 @@ def test_no_row_is_stale_and_every_placeholder_filled() -> None:
         ('command = "a"\nrun = "x"', "reason of a = ''"),
         ('command = "a"\nreason = "x"', "reason of a = 'x'"),
         ('command = "a"\nrun = "x"\nready = "y"\nreason = "z"', "one of run, ready and refused"),
-        ('command = "a"\n[[command]]\ncommand = " a "', "command = 'a' .* one row a command"),
+        ('command = "a"\n[[command]]\ncommand = " a "', "command = 'a' .* one row per command"),
     ],
 )
 def test_a_row_that_makes_no_sense_is_refused(tmp_path: Path, row: str, told: str) -> None:

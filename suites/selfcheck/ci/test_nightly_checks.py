@@ -48,9 +48,7 @@ def test_signatures_that_were_not_asked_are_no_success(
 
 def test_pytest_that_leaves_no_report_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "started", lambda *_: None)
-    assert checks.signatures() == NightlyCheck(
-        "provider signatures", False, "pytest left no report"
-    )
+    assert checks.signatures() == NightlyCheck("kernel signatures", False, "pytest left no report")
 
 
 def test_packages_are_held_to_their_pins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +96,7 @@ def test_the_benchmark_is_asked_whether_it_understands_its_words(tmp_path: Path)
         True,
         "cases that are decided early take less, dropped blocks come on top",
     )
-    said = "specgate bench: error: argument --passes: '0' is not accepted; accepted: 1 or more"
+    said = "specgate bench: argument --passes: '0' is not accepted; accepted: 1 or more"
     assert checks.benchmark((*bench, "--passes", "0")) == NightlyCheck("benchmark", False, said)
     assert not out.exists()
 

@@ -67,7 +67,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[NightlyCheck]:
     """Checks that hold and a plan of seven trials, whatever the machine."""
     found = [
         NightlyCheck("packages", True, "as pinned"),
-        NightlyCheck("provider signatures", None, "9 skipped"),
+        NightlyCheck("kernel signatures", None, "9 skipped"),
     ]
     monkeypatch.setattr(checks, "checks", lambda *_, **__: found)
     monkeypatch.setattr(trials, "planned", lambda sm: PLANNED)
@@ -137,7 +137,7 @@ def test_a_failed_stage_stops_those_that_need_it(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     for name in (stages.BENCH, "records.jsonl", "latency.json"):
-        (out / name).write_text("of another night")
+        (out / name).write_text("of an earlier night")
     night = [
         Stage("one", python("raise SystemExit(3)")),
         Stage("two", python(f"open({str(out / 'two')!r}, 'w')"), ("one",)),

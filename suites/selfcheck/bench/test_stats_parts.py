@@ -15,7 +15,7 @@ from harness.bench.stats.validity import (
     Conditions,
     changed_counts,
     reasons,
-    unasked,
+    unknown_conditions,
 )
 from harness.errors import UsageError
 
@@ -70,8 +70,12 @@ def test_a_reason_is_short_however_many_trials_there_are(trials, said):
 def test_good_conditions_and_those_nobody_asked():
     assert reasons([GOOD, replace(GOOD, mhz=1970.0, celsius=67.0)]) == ()
     assert reasons([replace(GOOD, capped=0.5)] * 2) == ()
-    assert unasked([GOOD, GOOD]) == reasons([Conditions()]) == ()
-    assert set(unasked([Conditions()])) == set(BAD) == {name for name, _, _ in VALIDITY_CHECKS}
+    assert unknown_conditions([GOOD, GOOD]) == reasons([Conditions()]) == ()
+    assert (
+        set(unknown_conditions([Conditions()]))
+        == set(BAD)
+        == {name for name, _, _ in VALIDITY_CHECKS}
+    )
 
 
 def test_counts_are_red_either_way():

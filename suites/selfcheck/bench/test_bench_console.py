@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from harness.bench.console import ConsoleView, percent
-from suites.selfcheck.bench.test_bench_findings import judged, records
+from suites.selfcheck.bench.test_bench_analysis import judged, records
 
 
 @pytest.mark.parametrize("terminal", [True, False])
