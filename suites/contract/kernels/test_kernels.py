@@ -116,3 +116,23 @@ def test_nothing_is_launched_for_no_request(kind, shape: Shape) -> None:
     out = call.on(kernel, **empty)
     value_dim = 512 if len(arguments.caches) == 1 else 64
     assert out.shape == (0, shape.heads, value_dim)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [(FlashInferXQA, CONTEXT), (FlashMLA, MLA_CONTEXT)], ids=row_id
+)
+@pytest.mark.parametrize("requests", [0, 3])
+def test_rows_of_padding_alone_launch_nothing_and_are_zero(kind, shape: Shape, requests) -> None:
+    call, kernel = draw(shape), kind("cuda")
+    kernel.kernels = {}
+    arguments = call.arguments
+    out = call.on(
+        kernel,
+        block_tables=arguments.block_tables[:requests],
+        seq_lens=arguments.seq_lens[:requests],
+        cu_seqlens_q=torch.zeros(requests + 1, dtype=torch.int32),
+        cu_seqlens_k=arguments.cu_seqlens_k[: requests + 1],
+        max_q_len=0 if requests else 1,
+    )
+    assert out.shape[0] == arguments.q.shape[0]
+    assert not out.any()
