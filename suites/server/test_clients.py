@@ -21,8 +21,8 @@ from harness.server.client.flush import flush
 LONG = 400
 """Tokens of an embedded server with a context of 512."""
 SOON_S, NOTICED_S = 4.0, 4.0
-"""A request that nobody ended would take several times as long; sglang looks every NOTICED_S
-seconds whether somebody who waits for a whole answer is still there."""
+"""A request that is not aborted takes several times as long; sglang checks every NOTICED_S
+seconds whether the client of a whole response is still connected."""
 
 
 def sampling(server) -> dict[str, object]:

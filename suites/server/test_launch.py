@@ -206,7 +206,7 @@ def test_a_server_is_attached_to(log: Path) -> None:
     with StubServer(script(Reply())) as server:
         with launch(attached(f"{server.url}/"), log) as running:
             assert (running.url, running.pid, running.alive) == (server.url, None, True)
-        assert running.alive, "whoever started it stops it"
+        assert running.alive, "an attached server is not stopped"
     assert not running.alive
     assert not log.exists()
 

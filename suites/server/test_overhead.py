@@ -30,7 +30,7 @@ def test_overhead_at_concurrency_one(server, capsys):
             seconds = time.perf_counter() - started
             engine.append(answer["meta_info"]["engine_latency"])
             added.append(seconds - engine[-1])
-    # Whoever else computes on this machine can only add, so the quietest quarter tells.
+    # Other load on this machine only adds time, so the quietest quarter is judged.
     quiet, usual, _ = quantiles(added)
     with capsys.disabled():
         shown = f"engine {quantiles(engine)[1] * 1e3:.1f} ms, added {usual * 1e3:.2f} ms"

@@ -16,7 +16,7 @@ from harness.server.launch.ports import free_port
 def first_ephemeral(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> int:
-    """First port that connections take; 0 where nothing is below it, or where nobody says so."""
+    """First ephemeral port; 0 where none is below it, or where the system has no such range."""
     path = tmp_path / "range"
     if request.param:
         path.write_text(request.param, encoding="ascii")
@@ -36,5 +36,5 @@ def test_a_port_that_is_listened_on_is_not_given(monkeypatch: pytest.MonkeyPatch
         listener.listen()
         taken = listener.getsockname()[1]
         draws = chain([taken, taken], repeat(0))
-        monkeypatch.setattr(ports, "_drawn", lambda: next(draws))
+        monkeypatch.setattr(ports, "_draw", lambda: next(draws))
         assert free_port() != taken

@@ -15,11 +15,11 @@ from harness.engine.acceptance import (
 from harness.errors import CapacityError, ContractError, UsageError
 
 VOCAB = 10
-# chain; what the target says behind each of its tokens; accept length; next bonus
+# chain; the target's choice after each of its tokens; accept length; next bonus
 VERDICTS = {
     "nothing accepted": ([7, 1, 2, 3], [9, 1, 2, 3], 1, 9),
     "everything accepted": ([7, 1, 2, 3], [1, 2, 3, 8], 4, 8),
-    "a match behind a mismatch does not count": ([7, 1, 2, 3], [1, 5, 3, 4], 2, 5),
+    "a match after a mismatch does not count": ([7, 1, 2, 3], [1, 5, 3, 4], 2, 5),
     "only the last draft rejected": ([7, 1, 2, 3], [1, 2, 4, 6], 3, 4),
     "the bonus token itself is never compared": ([7, 7, 7, 7], [0, 7, 7, 7], 1, 0),
     "token 0 is a token": ([0, 0, 0, 0], [0, 0, 5, 0], 3, 5),

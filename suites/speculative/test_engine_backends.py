@@ -11,13 +11,13 @@ from harness.oracle.generation import greedy
 
 
 @pytest.fixture(scope="module", params=sorted(BACKENDS))
-def rig(request: pytest.FixtureRequest) -> TinyPair:
+def tiny(request: pytest.FixtureRequest) -> TinyPair:
     return TinyPair(request.param)
 
 
-def test_target_only_decoding_is_the_oracles_greedy_text(rig: TinyPair) -> None:
-    obtained = rig.engine(None).generate(PROMPTS, NEW)
-    assert [g.token_ids for g in obtained] == [greedy(rig.target, p, NEW)[0] for p in PROMPTS]
+def test_target_only_decoding_is_the_oracles_greedy_text(tiny: TinyPair) -> None:
+    obtained = tiny.engine(None).generate(PROMPTS, NEW)
+    assert [g.token_ids for g in obtained] == [greedy(tiny.target, p, NEW)[0] for p in PROMPTS]
 
 
 @pytest.mark.parametrize(
@@ -33,36 +33,36 @@ def test_target_only_decoding_is_the_oracles_greedy_text(rig: TinyPair) -> None:
 )
 @pytest.mark.parametrize(("steps", "width"), [(3, 4), (4, 3)], ids=lambda n: str(n))
 def test_tokens_and_accept_lengths_are_the_oracles(
-    rig: TinyPair, steps: int, width: int, version: int, graphs: bool, overlap: bool
+    tiny: TinyPair, steps: int, width: int, version: int, graphs: bool, overlap: bool
 ) -> None:
     spec = spec_config(steps, width, version)
     streams = RecordedStreams() if overlap else None
-    obtained = rig.engine(spec, graphs=graphs, streams=streams).generate(PROMPTS, NEW)
+    obtained = tiny.engine(spec, graphs=graphs, streams=streams).generate(PROMPTS, NEW)
     for prompt, generation in zip(PROMPTS, obtained, strict=True):
-        expected = rig.expected(prompt, spec)
+        expected = tiny.expected(prompt, spec)
         assert tuple(generation.token_ids) == expected.token_ids
         assert tuple(generation.accept_lengths) == expected.accept_lengths
     assert streams is None or streams.hazards() == []
 
 
-def test_the_pair_is_worth_judging_by(rig: TinyPair) -> None:
+def test_the_pair_is_worth_judging_by(tiny: TinyPair) -> None:
     spec = spec_config(3, 4)
-    lengths = {n for prompt in PROMPTS for n in rig.expected(prompt, spec).accept_lengths}
+    lengths = {n for prompt in PROMPTS for n in tiny.expected(prompt, spec).accept_lengths}
     assert lengths >= {1, 2, 3}
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graph"])
-def test_a_text_may_fill_the_context(rig: TinyPair, graphs: bool) -> None:
+def test_a_text_may_fill_the_context(tiny: TinyPair, graphs: bool) -> None:
     spec, prompt = spec_config(3, 4), [(7 * i * i + 3) % 97 for i in range(CONTEXT - NEW)]
-    (generation,) = rig.engine(spec, graphs=graphs).generate([prompt], NEW)
-    assert tuple(generation.token_ids) == rig.expected(prompt, spec).token_ids
-    assert tuple(generation.accept_lengths) == rig.expected(prompt, spec).accept_lengths
+    (generation,) = tiny.engine(spec, graphs=graphs).generate([prompt], NEW)
+    assert tuple(generation.token_ids) == tiny.expected(prompt, spec).token_ids
+    assert tuple(generation.accept_lengths) == tiny.expected(prompt, spec).accept_lengths
 
 
 @pytest.mark.parametrize("version", [1, 2], ids=["draft_extend_v1", "draft_extend_v2"])
-def test_idle_rounds_and_a_retraction_between_replays(rig: TinyPair, version: int) -> None:
+def test_idle_rounds_and_a_retraction_between_replays(tiny: TinyPair, version: int) -> None:
     spec = spec_config(3, 4, version)
-    engine = rig.engine(spec, graphs=True)
+    engine = tiny.engine(spec, graphs=True)
     engine.step()
     requests = [engine.submit(prompt, NEW) for prompt in PROMPTS[:3]]
     engine.step()
@@ -71,4 +71,4 @@ def test_idle_rounds_and_a_retraction_between_replays(rig: TinyPair, version: in
         engine.step()
     engine.step()
     for prompt, request in zip(PROMPTS, requests, strict=False):
-        assert tuple(request.generation.token_ids) == rig.expected(prompt, spec).token_ids
+        assert tuple(request.generation.token_ids) == tiny.expected(prompt, spec).token_ids

@@ -12,23 +12,23 @@ BOTH = pytest.mark.parametrize("version", [1, 2], ids=["draft_extend_v1", "draft
 
 @BOTH
 def test_hosts_know_no_lengths_where_nobody_reads_them(version: int) -> None:
-    rig, _ = run(version)
-    assert all(f.batch.seq_lens_cpu is f.batch.seq_lens_sum is None for f in rig.trace)
+    toy, _ = run(version)
+    assert all(f.batch.seq_lens_cpu is f.batch.seq_lens_sum is None for f in toy.trace)
 
 
 @BOTH
 def test_host_lengths_are_the_devices_where_somebody_reads_them(version: int) -> None:
-    rig, _ = run(version, needs_cpu=True)
-    for forward in rig.trace:
+    toy, _ = run(version, needs_cpu=True)
+    for forward in toy.trace:
         assert forward.batch.seq_lens_cpu is not None
         assert forward.batch.seq_lens_cpu.tolist() == forward.batch.seq_lens.tolist()
         assert forward.batch.seq_lens_sum == int(forward.batch.seq_lens.sum())
 
 
 def test_host_lengths_of_target_only_decoding_are_the_devices() -> None:
-    rig = toy_engine(needs_cpu=True)
-    rig.engine.generate(PROMPTS[:3], 5)
-    decodes = rig.trace.of("decode")
+    toy = toy_engine(needs_cpu=True)
+    toy.engine.generate(PROMPTS[:3], 5)
+    decodes = toy.trace.of("decode")
     assert len(decodes) == 4
     for batch in decodes:
         assert batch.seq_lens_cpu is not None
@@ -36,10 +36,10 @@ def test_host_lengths_of_target_only_decoding_are_the_devices() -> None:
 
 
 def test_host_lengths_run_ahead_under_overlap() -> None:
-    rig, requests = run(2, overlap=True, needs_cpu=True)
-    for number, forward in enumerate(rig.trace.of("target_verify")):
+    toy, requests = run(2, overlap=True, needs_cpu=True)
+    for number, forward in enumerate(toy.trace.of("target_verify")):
         lengths = (
-            [s.accepted for s in standings(rig, requests, number - 1)] if number else [WIDTH] * 3
+            [s.accepted for s in standings(toy, requests, number - 1)] if number else [WIDTH] * 3
         )
         ahead = [WIDTH - n for n in lengths]
         host, device = forward.seq_lens_cpu, forward.seq_lens

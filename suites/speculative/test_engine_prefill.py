@@ -14,12 +14,12 @@ from harness.upstream.forward_batch_info import EagleDraftExtendInput
 
 @pytest.mark.parametrize("chunk_size", [None, 5])
 def test_prefill_in_chunks_and_the_draft_one_token_behind(chunk_size: int | None) -> None:
-    rig = toy_engine(spec_config(STEPS, WIDTH), chunk_size=chunk_size)
-    rig.trace.clear()
-    requests = [rig.engine.submit(prompt, 40) for prompt in PROMPTS[:3]]
-    rig.engine.step()
+    toy = toy_engine(spec_config(STEPS, WIDTH), chunk_size=chunk_size)
+    toy.trace.clear()
+    requests = [toy.engine.submit(prompt, 40) for prompt in PROMPTS[:3]]
+    toy.engine.step()
     size = chunk_size or 12
-    targets, drafts = rig.trace.of("target_extend"), rig.trace.of("draft_prefill")
+    targets, drafts = toy.trace.of("target_extend"), toy.trace.of("draft_prefill")
     assert len(targets) == len(drafts) == -(-12 // size)
     for number, (target, draft) in enumerate(zip(targets, drafts, strict=True)):
         live = [r for r, q in enumerate(requests) if len(q.prompt) > number * size]

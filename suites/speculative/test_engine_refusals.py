@@ -15,18 +15,18 @@ from harness.errors import CapacityError, UsageError
     ("prompt", "count", "message"),
     [
         ([], 3, r"prompt = \[\] .* at least one token"),
-        ([1, 2], 0, r"max_new_tokens = 0 .* 1 … 1[89] behind [12]"),
-        ([1, 2], 19, r"max_new_tokens = 19 .* 1 … 18 behind 2"),
+        ([1, 2], 0, r"max_new_tokens = 0 .* 1 … 1[89] after [12]"),
+        ([1, 2], 19, r"max_new_tokens = 19 .* 1 … 18 after 2"),
     ],
     ids=["empty", "nothing", "too_long"],
 )
 def test_a_prompt_that_cannot_be_served(prompt: list[int], count: int, message: str) -> None:
-    rig = toy_engine(max_context_len=20)
+    toy = toy_engine(max_context_len=20)
     with pytest.raises(UsageError, match=message):
-        rig.engine.submit(prompt, count)
+        toy.engine.submit(prompt, count)
     with pytest.raises(UsageError, match=message):
-        rig.engine.generate([[3], prompt], count)
-    assert not rig.engine.waiting
+        toy.engine.generate([[3], prompt], count)
+    assert not toy.engine.waiting
 
 
 @pytest.mark.parametrize(
@@ -39,13 +39,13 @@ def test_a_request_too_large_for_the_pools_leaves_nothing(
     spec: SpecConfig | None, count: int
 ) -> None:
     prompt = PROMPTS[2] * 2 if count == 2 else PROMPTS[0]
-    rig = toy_engine(spec, num_pages=6, max_context_len=60)
-    free = rig.free
+    toy = toy_engine(spec, num_pages=6, max_context_len=60)
+    free = toy.free
     with pytest.raises(CapacityError, match="pages = "):
-        rig.engine.generate([prompt], count)
-    assert rig.free == free
+        toy.engine.generate([prompt], count)
+    assert toy.free == free
     assert (
-        rig.engine.generate([PROMPTS[1]], 3)[0].token_ids
+        toy.engine.generate([PROMPTS[1]], 3)[0].token_ids
         == expected_generation(PROMPTS[1], 3, 1, 2).tokens
     )
 
@@ -53,6 +53,6 @@ def test_a_request_too_large_for_the_pools_leaves_nothing(
 def test_an_engine_that_cannot_work() -> None:
     with pytest.raises(UsageError, match="max_bs = 0"):
         toy_engine(max_bs=0)
-    rig = toy_engine(spec_config(5, 3), max_context_len=20)
+    toy = toy_engine(spec_config(5, 3), max_context_len=20)
     with pytest.raises(UsageError, match=r"max_context_len = 21 .* <= 20"):
-        Scheduler(rig.worker, rig.slots, max_bs=1, max_context_len=21)
+        Scheduler(toy.worker, toy.slots, max_bs=1, max_context_len=21)

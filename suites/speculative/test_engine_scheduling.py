@@ -30,20 +30,20 @@ def assert_conserved(generation: Generation) -> None:
     assert generation.spec_verify_ct == len(generation.accept_lengths)
 
 
-def drain(rig: ToyEngine, requests: list[Request]) -> None:
-    while rig.engine.running or rig.engine.waiting:
-        rig.engine.step()
+def drain(toy: ToyEngine, requests: list[Request]) -> None:
+    while toy.engine.running or toy.engine.waiting:
+        toy.engine.step()
     assert all(request.finished for request in requests)
 
 
 @EVERY
 @pytest.mark.parametrize("max_bs", [1, 2, 3, 5])
 def test_slots_are_reused_by_those_who_wait(make: Callable[..., ToyEngine], max_bs: int) -> None:
-    rig = make(max_bs=max_bs)
-    free = rig.free
-    generations = rig.engine.generate(PROMPTS, NEW)
+    toy = make(max_bs=max_bs)
+    free = toy.free
+    generations = toy.engine.generate(PROMPTS, NEW)
     assert [g.token_ids for g in generations] == [text(prompt) for prompt in PROMPTS]
-    assert rig.free == free
+    assert toy.free == free
     for generation in generations:
         assert_conserved(generation)
         assert generation.prefills == 1
@@ -74,9 +74,9 @@ def test_accept_lengths_do_not_depend_on_the_batch() -> None:
 
 @EVERY
 def test_an_engine_serves_one_batch_after_another(make: Callable[..., ToyEngine]) -> None:
-    rig = make(max_bs=3)
+    toy = make(max_bs=3)
     for prompts in (PROMPTS, PROMPTS[::-1], PROMPTS[1:3]):
-        obtained = rig.engine.generate(prompts, NEW)
+        obtained = toy.engine.generate(prompts, NEW)
         assert [g.token_ids for g in obtained] == [text(prompt) for prompt in prompts]
 
 
@@ -86,16 +86,16 @@ def test_an_engine_serves_one_batch_after_another(make: Callable[..., ToyEngine]
 def test_a_retracted_request_gives_all_back_and_goes_on(
     make: Callable[..., ToyEngine], rounds: int, victim: int
 ) -> None:
-    rig = make()
-    free = rig.free
-    requests = [rig.engine.submit(prompt, NEW) for prompt in PROMPTS[:3]]
+    toy = make()
+    free = toy.free
+    requests = [toy.engine.submit(prompt, NEW) for prompt in PROMPTS[:3]]
     for _ in range(rounds):
-        rig.engine.step()
+        toy.engine.step()
     held = [len(r.lease.pages) if r.lease else 0 for r in requests]
-    rig.engine.retract(requests[victim])
-    assert rig.free == (free[0] - 2, free[1] - sum(held) + held[victim])
-    drain(rig, requests)
-    assert rig.free == free
+    toy.engine.retract(requests[victim])
+    assert toy.free == (free[0] - 2, free[1] - sum(held) + held[victim])
+    drain(toy, requests)
+    assert toy.free == free
     for place, request in enumerate(requests):
         assert request.generation.token_ids == text(PROMPTS[place])
         assert request.generation.prefills == 1 + (place == victim)
@@ -103,22 +103,22 @@ def test_a_retracted_request_gives_all_back_and_goes_on(
 
 
 def test_a_retracted_request_goes_before_those_who_never_ran() -> None:
-    rig = toy_engine(spec_config(3, 4), max_bs=2)
-    requests = [rig.engine.submit(prompt, NEW) for prompt in PROMPTS]
-    rig.engine.step()
-    rig.engine.retract(requests[0])
-    assert list(rig.engine.waiting) == [requests[i] for i in (0, 2, 3, 4)]
-    rig.engine.step()
-    assert rig.engine.running == [requests[1], requests[0]]
+    toy = toy_engine(spec_config(3, 4), max_bs=2)
+    requests = [toy.engine.submit(prompt, NEW) for prompt in PROMPTS]
+    toy.engine.step()
+    toy.engine.retract(requests[0])
+    assert list(toy.engine.waiting) == [requests[i] for i in (0, 2, 3, 4)]
+    toy.engine.step()
+    assert toy.engine.running == [requests[1], requests[0]]
 
 
 @EVERY
 def test_the_youngest_is_retracted_when_pages_run_out(make: Callable[..., ToyEngine]) -> None:
-    rig = make(num_pages=14, max_context_len=40)
-    free = rig.free
-    generations = rig.engine.generate(PROMPTS, NEW)
+    toy = make(num_pages=14, max_context_len=40)
+    free = toy.free
+    generations = toy.engine.generate(PROMPTS, NEW)
     assert [g.token_ids for g in generations] == [text(prompt) for prompt in PROMPTS]
-    assert rig.free == free
+    assert toy.free == free
     assert generations[0].prefills == 1
     assert any(g.prefills > 1 for g in generations[1:])
     for generation in generations:
@@ -127,25 +127,25 @@ def test_the_youngest_is_retracted_when_pages_run_out(make: Callable[..., ToyEng
 
 def test_nobody_is_admitted_without_room_for_a_first_round() -> None:
     """7 + 4 tokens take three pages of four; two such prompts alone would fit five pages."""
-    rig = toy_engine(spec_config(3, 4), num_pages=6, max_bs=2)
+    toy = toy_engine(spec_config(3, 4), num_pages=6, max_bs=2)
     for _ in range(2):
-        rig.engine.submit(PROMPTS[0], 3)
-    rig.engine.step()
-    prefilled = [batch.batch_size for batch in rig.trace.of("target_extend")]
+        toy.engine.submit(PROMPTS[0], 3)
+    toy.engine.step()
+    prefilled = [batch.batch_size for batch in toy.trace.of("target_extend")]
     assert prefilled == [0, 1]
 
 
 @EVERY
 def test_an_aborted_request_leaves_the_others_alone(make: Callable[..., ToyEngine]) -> None:
-    rig = make(max_bs=2)
-    free = rig.free
-    requests = [rig.engine.submit(prompt, NEW) for prompt in PROMPTS]
-    rig.engine.step()
+    toy = make(max_bs=2)
+    free = toy.free
+    requests = [toy.engine.submit(prompt, NEW) for prompt in PROMPTS]
+    toy.engine.step()
     for request in (requests[0], requests[3]):
-        rig.engine.abort(request)
-        rig.engine.abort(request)
-    drain(rig, [requests[i] for i in (1, 2, 4)])
-    assert rig.free == free
+        toy.engine.abort(request)
+        toy.engine.abort(request)
+    drain(toy, [requests[i] for i in (1, 2, 4)])
+    assert toy.free == free
     assert [requests[i].generation.token_ids for i in (1, 2, 4)] == [
         text(PROMPTS[i]) for i in (1, 2, 4)
     ]
@@ -181,6 +181,6 @@ def test_accept_statistics() -> None:
 
 @EVERY
 def test_a_text_may_fill_the_context(make: Callable[..., ToyEngine]) -> None:
-    rig = make(max_context_len=20, max_bs=1)
-    (generation,) = rig.engine.generate([PROMPTS[0]], 13)
+    toy = make(max_context_len=20, max_bs=1)
+    (generation,) = toy.engine.generate([PROMPTS[0]], 13)
     assert generation.token_ids == text(PROMPTS[0])

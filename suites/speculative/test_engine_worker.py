@@ -56,8 +56,8 @@ FORGOTTEN: dict[type[RecordedStreams], set[Hazard]] = {
 @pytest.mark.parametrize("needs_cpu", [True, False], ids=["host_lengths", "no_host_lengths"])
 def test_overlap_changes_no_answer_and_races_nowhere(late: bool, needs_cpu: bool) -> None:
     streams = RecordedStreams(late=late)
-    rig = toy_engine(spec_config(4, 3), streams=streams, needs_cpu=needs_cpu, max_bs=2)
-    for prompt, generation in zip(PROMPTS, rig.engine.generate(PROMPTS, NEW), strict=True):
+    toy = toy_engine(spec_config(4, 3), streams=streams, needs_cpu=needs_cpu, max_bs=2)
+    for prompt, generation in zip(PROMPTS, toy.engine.generate(PROMPTS, NEW), strict=True):
         expected = expected_generation(prompt, NEW, 4, 3)
         assert generation.token_ids == expected.tokens
         assert generation.accept_lengths == expected.accept_lengths
@@ -75,44 +75,44 @@ def test_a_forgotten_wait_is_reported(streams: type[RecordedStreams]) -> None:
 
 @BOTH
 def test_rounds_without_requests_run_idle_in_every_phase(version: int) -> None:
-    rig = toy_engine(spec_config(3, 4, version))
-    rig.trace.clear()
-    state = rig.worker.prefill([], [])
+    toy = toy_engine(spec_config(3, 4, version))
+    toy.trace.clear()
+    state = toy.worker.prefill([], [])
     for _ in range(2):
-        state, output = rig.worker.step(state)
+        state, output = toy.worker.step(state)
         assert output.tokens() == []
         assert state.bs == 0
     phases = ["target_extend", "draft_prefill"] + ["draft", "target_verify", "draft_extend"] * 2
-    assert [forward.phase for forward in rig.trace] == phases
-    assert {forward.batch.forward_mode for forward in rig.trace} == {ForwardMode.IDLE}
+    assert [forward.phase for forward in toy.trace] == phases
+    assert {forward.batch.forward_mode for forward in toy.trace} == {ForwardMode.IDLE}
 
 
 def test_target_only_rounds_without_requests_run_idle() -> None:
-    rig = toy_engine()
-    rig.trace.clear()
-    rig.engine.step()
-    assert [(f.phase, f.batch.forward_mode) for f in rig.trace] == [("decode", ForwardMode.IDLE)]
+    toy = toy_engine()
+    toy.trace.clear()
+    toy.engine.step()
+    assert [(f.phase, f.batch.forward_mode) for f in toy.trace] == [("decode", ForwardMode.IDLE)]
 
 
 @BOTH
 def test_requests_join_after_idle_rounds(version: int) -> None:
-    rig = toy_engine(spec_config(3, 4, version))
-    rig.engine.step()
-    (generation,) = rig.engine.generate(PROMPTS[:1], NEW)
+    toy = toy_engine(spec_config(3, 4, version))
+    toy.engine.step()
+    (generation,) = toy.engine.generate(PROMPTS[:1], NEW)
     assert generation.token_ids == expected_generation(PROMPTS[0], NEW, 3, 4).tokens
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
 def test_verify_buffers_are_filled_and_the_backend_told_after_the_draft(overlap: bool) -> None:
-    rig = toy_engine(spec_config(3, 3), streams=RecordedStreams(late=False) if overlap else None)
+    toy = toy_engine(spec_config(3, 3), streams=RecordedStreams(late=False) if overlap else None)
     mask = torch.zeros(2 * 3 * 40, dtype=torch.bool)
     positions = torch.full((9,), -1)
-    rig.target.verify_buffers = [mask, positions]
-    rig.trace.clear()
+    toy.target.verify_buffers = [mask, positions]
+    toy.trace.clear()
     prompts = PROMPTS[:2]
-    requests = [rig.engine.submit(prompt, 20) for prompt in prompts]
-    rig.engine.step()
-    (verify,) = rig.trace.of("target_verify")
+    requests = [toy.engine.submit(prompt, 20) for prompt in prompts]
+    toy.engine.step()
+    (verify,) = toy.trace.of("target_verify")
     seen = [
         column <= len(prompt) + row
         for prompt in prompts
@@ -128,7 +128,7 @@ def test_verify_buffers_are_filled_and_the_backend_told_after_the_draft(overlap:
     assert spec.custom_mask is not None
     assert spec.custom_mask.tolist() == mask.tolist()
     assert verify.positions.tolist() == [7, 8, 9, 1, 2, 3]
-    assert rig.target.updates == [(verify.input_ids.tolist(), 2)]
+    assert toy.target.updates == [(verify.input_ids.tolist(), 2)]
     assert [
         request.tokens[len(prompt)] for request, prompt in zip(requests, prompts, strict=True)
     ] == (verify.input_ids.view(2, 3)[:, 0].tolist())
@@ -136,16 +136,16 @@ def test_verify_buffers_are_filled_and_the_backend_told_after_the_draft(overlap:
 
 def test_an_eager_verify_needs_no_buffers() -> None:
     """Three requests exceed the largest bucket; buffers of graphs are not requested."""
-    rig = toy_engine(spec_config(3, 3))
-    rig.target.verify_buffers = []
+    toy = toy_engine(spec_config(3, 3))
+    toy.target.verify_buffers = []
     for prompt in PROMPTS[:3]:
-        rig.engine.submit(prompt, 20)
-    rig.engine.step()
-    (verify,) = rig.trace.of("target_verify")
+        toy.engine.submit(prompt, 20)
+    toy.engine.step()
+    (verify,) = toy.trace.of("target_verify")
     spec = verify.spec_info
     assert isinstance(spec, EagleVerifyInput)
     assert spec.custom_mask is None
-    assert [bucket for _, bucket in rig.target.updates] == [None]
+    assert [bucket for _, bucket in toy.target.updates] == [None]
 
 
 @pytest.mark.parametrize("width", [0, 1, 5])

@@ -26,7 +26,7 @@ LONGER = [*FIRST, 17, 33, 4]
 
 
 @pytest.fixture(scope="module", params=sorted(BACKENDS))
-def rig(request: pytest.FixtureRequest) -> TinyPair:
+def tiny(request: pytest.FixtureRequest) -> TinyPair:
     return TinyPair(request.param)
 
 
@@ -50,10 +50,10 @@ def balanced(engine: Scheduler) -> None:
     ids=["target_only", "v1", "v2", "v2_overlap"],
 )
 @torch.inference_mode()
-def test_warm_answers_are_the_oracles(rig, name, streams, graphs):
+def test_warm_answers_are_the_oracles(tiny, name, streams, graphs):
     spec = SPECS[name]
-    due = {len(p): rig.expected(p, spec or SPECS["v2"]) for p in (FIRST, FORKED, LONGER)}
-    engine = rig.engine(spec, graphs=graphs, streams=streams and streams(), prefix_cache=True)
+    due = {len(p): tiny.expected(p, spec or SPECS["v2"]) for p in (FIRST, FORKED, LONGER)}
+    engine = tiny.engine(spec, graphs=graphs, streams=streams and streams(), prefix_cache=True)
     cold = finish(engine, FIRST)[0]
     warm = finish(engine, FORKED, LONGER, FIRST)
     assert [r.generation.cached_tokens for r in (cold, *warm)] == [0, 4, 8, 8]
@@ -66,19 +66,19 @@ def test_warm_answers_are_the_oracles(rig, name, streams, graphs):
 
 
 @torch.inference_mode()
-def test_generated_tokens_are_found_again(rig):
-    engine = rig.engine(SPECS["v2"], prefix_cache=True)
+def test_generated_tokens_are_found_again(tiny):
+    engine = tiny.engine(SPECS["v2"], prefix_cache=True)
     said = finish(engine, FIRST)[0].tokens
     again = finish(engine, [*said[:21], 1])[0].generation
-    due = rig.expected([*said[:21], 1], SPECS["v2"])
+    due = tiny.expected([*said[:21], 1], SPECS["v2"])
     assert again.cached_tokens == 20
     assert again.token_ids == list(due.token_ids)
     assert again.accept_lengths == list(due.accept_lengths)[: len(again.accept_lengths)]
 
 
 @torch.inference_mode()
-def test_eviction_makes_room_and_nothing_leaks(rig):
-    engine = rig.engine(SPECS["v2"], prefix_cache=True, num_pages=1 + 9)
+def test_eviction_makes_room_and_nothing_leaks(tiny):
+    engine = tiny.engine(SPECS["v2"], prefix_cache=True, num_pages=1 + 9)
     draw = random.Random(3)
     for _ in range(6):
         prompt = [draw.randrange(90) for _ in range(draw.randrange(9, 18))]
@@ -91,8 +91,8 @@ def test_eviction_makes_room_and_nothing_leaks(rig):
 
 
 @torch.inference_mode()
-def test_aborted_and_retracted_requests_give_their_pages_back(rig):
-    engine = rig.engine(SPECS["v2"], prefix_cache=True)
+def test_aborted_and_retracted_requests_give_their_pages_back(tiny):
+    engine = tiny.engine(SPECS["v2"], prefix_cache=True)
     finish(engine, FIRST)
     one, two = engine.submit(LONGER, NEW), engine.submit(FORKED, NEW)
     engine.step()
@@ -103,7 +103,7 @@ def test_aborted_and_retracted_requests_give_their_pages_back(rig):
     while not engine.idle:
         engine.step()
         balanced(engine)
-    assert one.generation.token_ids == list(rig.expected(LONGER, SPECS["v2"]).token_ids)
+    assert one.generation.token_ids == list(tiny.expected(LONGER, SPECS["v2"]).token_ids)
     assert one.generation.cached_tokens == 8
     assert engine.usage.held_rows == engine.usage.held_pages == 0
     engine.flush()
@@ -111,8 +111,8 @@ def test_aborted_and_retracted_requests_give_their_pages_back(rig):
 
 
 @torch.inference_mode()
-def test_a_busy_engine_does_not_flush(rig):
-    engine = rig.engine(SPECS["v2"], prefix_cache=True)
+def test_a_busy_engine_does_not_flush(tiny):
+    engine = tiny.engine(SPECS["v2"], prefix_cache=True)
     engine.submit(FIRST, 4)
     with pytest.raises(ContractError, match="0 running, 1 waiting"):
         engine.flush()
@@ -125,9 +125,9 @@ def test_a_busy_engine_does_not_flush(rig):
 @pytest.mark.parametrize(("name", "most"), [("target_only", 14), ("v1", 12), ("v2", 12)])
 @pytest.mark.parametrize("prefix_cache", [False, True], ids=["cold", "cached"])
 @torch.inference_mode()
-def test_what_just_fits_is_served_and_one_token_more_is_refused(rig, name, most, prefix_cache):
+def test_what_just_fits_is_served_and_one_token_more_is_refused(tiny, name, most, prefix_cache):
     """Six pages of four; 10 prompt tokens, a round of 1 or 3, and the last token is not stored."""
-    engine = rig.engine(SPECS[name], prefix_cache=prefix_cache, num_pages=1 + 6)
+    engine = tiny.engine(SPECS[name], prefix_cache=prefix_cache, num_pages=1 + 6)
     with pytest.raises(UsageError, match=r"tokens of a request and a round = 25 .*<= 24"):
         engine.submit(FIRST, most + 1)
     requests = [engine.submit(FIRST, most) for _ in range(3)]

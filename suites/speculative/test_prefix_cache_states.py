@@ -21,19 +21,19 @@ PROMPTS = (STEM[:1], STEM[:8], STEM, (*STEM[:8], 22, 8), (*STEM[:4], 33, 9, 1), 
 
 
 @cache
-def rig() -> TinyPair:
+def tiny() -> TinyPair:
     return TinyPair("gqa")
 
 
 @cache
 def due(prompt: tuple[int, ...]) -> list[int]:
-    return list(rig().expected([*prompt], SPEC).token_ids)
+    return list(tiny().expected([*prompt], SPEC).token_ids)
 
 
 class Life(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.engine = rig().engine(SPEC, prefix_cache=True, num_pages=1 + PAGES)
+        self.engine = tiny().engine(SPEC, prefix_cache=True, num_pages=1 + PAGES)
         self.requests: list[Request] = []
 
     @rule(prompt=st.sampled_from(PROMPTS), count=st.integers(1, 12))

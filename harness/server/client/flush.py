@@ -76,8 +76,8 @@ def flush(
 ) -> Flushed:
     """Flush until a deadline; busy servers and refused connections are tried again with jitter.
 
-    The server is asked to wait as long as is left; one that does not know ``timeout``, or sits
-    behind a router that drops it, refuses at once and is tried again.
+    The server is asked to wait as long as is left; one that does not know ``timeout``, or is
+    reached through a router that drops it, refuses at once and is tried again.
 
     Raises:
         Busy: still refused at the deadline; the message shows the last answer.

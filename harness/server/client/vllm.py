@@ -124,5 +124,5 @@ def _counted(answer: Answer, body: Any) -> Answer:
             cached_tokens=usage["prompt_tokens_details"]["cached_tokens"] or 0,
         )
     except (KeyError, TypeError) as error:
-        told = "vLLM counts them with --enable-prompt-tokens-details"
-        raise ServerError(f"no cached tokens in {str(body)[:SNIPPET]}; {told}") from error
+        remedy = "vLLM counts them with --enable-prompt-tokens-details"
+        raise ServerError(f"no cached tokens in {str(body)[:SNIPPET]}; {remedy}") from error

@@ -170,7 +170,7 @@ async def _while_connected(request: Request, work: Awaitable[Any]) -> Any:
 
 
 async def _disconnected(request: Request) -> None:
-    """Return when the client disconnects; a body that nobody has read, or none, comes first."""
+    """Return when the client disconnects; the messages of an unread body come first."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -46,7 +46,7 @@ class GenerateReqInput:
         batched: whether the response is a list.
         rids: an id per prompt; None for one that the server makes.
         max_new_tokens: most tokens per prompt; None for the rest of the context.
-        ignore_eos: whether it goes on after the end token.
+        ignore_eos: whether to continue after the end token.
         prompt_field: the client's name of the prompts.
         limit_field: the client's name of the limit.
     """
@@ -235,7 +235,7 @@ class Message(Strict):
 
 
 class ChatCompletionRequest(OpenAIRequest):
-    """``POST /v1/chat/completions``; without a limit it goes on to the end of the context."""
+    """``POST /v1/chat/completions``; without a limit it continues to the end of the context."""
 
     neutral = neutral_fields.CHAT
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
