@@ -15,16 +15,16 @@ import venv
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-TOOLS = ROOT / ".tox" / "tools"
-CONSTRAINTS = ROOT / "ci" / "constraints.txt"
+CHECKOUT = Path(__file__).resolve().parents[1]
+TOOLS = CHECKOUT / ".tox" / "tools"
+CONSTRAINTS = CHECKOUT / "ci" / "constraints.txt"
 
 
 def lanes_toml() -> dict[str, Any]:
     """``lanes.toml``."""
     import tomllib  # new in 3.11: imported here, so that an older Python reaches the clear refusal
 
-    with (ROOT / "ci" / "lanes.toml").open("rb") as file:
+    with (CHECKOUT / "ci" / "lanes.toml").open("rb") as file:
         return tomllib.load(file)
 
 
@@ -44,7 +44,7 @@ def version() -> str:
     """The project's."""
     import tomllib
 
-    with (ROOT / "pyproject.toml").open("rb") as file:
+    with (CHECKOUT / "pyproject.toml").open("rb") as file:
         return str(tomllib.load(file)["project"]["version"])
 
 
@@ -97,11 +97,11 @@ def run_lane(lane: str, args: list[str]) -> int:
         print(f"ci: no tool environment: {cause}", file=sys.stderr)
         return 1
     print(f"ci: lane {lane} (its environment is made on the first run)", flush=True)
-    tox = [str(python), "-m", "tox", "run", "-qq", "--root", str(ROOT), "-e", lane]
+    tox = [str(python), "-m", "tox", "run", "-qq", "--root", str(CHECKOUT), "-e", lane]
     handed_on = ["--", *args] if args else []
     stack = {"SPECGATE_STACK": "gpu"} if has_gpu() else {}
     environment = stack | os.environ
-    return subprocess.run([*tox, *handed_on], cwd=ROOT, env=environment, check=False).returncode
+    return subprocess.run([*tox, *handed_on], cwd=CHECKOUT, env=environment, check=False).returncode
 
 
 def main(argv: list[str]) -> int:

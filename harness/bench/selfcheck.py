@@ -30,7 +30,7 @@ from harness.server.launch.process import embedded, launch
 
 WORKLOAD = "smoke-bs2-in32-out32"
 FLAGGED = (BenchVerdict.REGRESSED, BenchVerdict.IMPROVED)
-GRACE_S = 5.0
+BENCH_GRACE_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def run_guarded(command: Sequence[str]) -> None:
 
     The exit code is of no use: a run without a candidate is always red.
     """
-    guard = [sys.executable, "-m", "harness.server.launch.guard", str(GRACE_S), *command]
+    guard = [sys.executable, "-m", "harness.server.launch.guard", str(BENCH_GRACE_S), *command]
     with subprocess.Popen(
         guard, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True
     ) as running:

@@ -74,18 +74,19 @@ class BenchRun:
 
     @contextmanager
     def _locked(self, logs: Path) -> Iterator[None]:
-        """Hold the folder of logs, which is there before the records are.
+        """Lock the folder of logs, which exists before the records do.
 
         Raises:
             UsageError: another run holds it.
         """
         folder = os.open(logs, os.O_RDONLY)
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                accepted = "a file that no other run writes to"
+                raise UsageError(rejected("out", str(self.out), accepted)) from error
             yield
-        except BlockingIOError as error:
-            accepted = "a file that no other run writes to"
-            raise UsageError(rejected("out", str(self.out), accepted)) from error
         finally:
             os.close(folder)
 
