@@ -170,7 +170,7 @@ def test_an_environment_counts_once_it_is_whole(monkeypatch, tmp_path):
         asked.append(command)
         return subprocess.CompletedProcess(command, codes.pop(0))
 
-    monkeypatch.setattr(clients, "FOLDER", tmp_path)
+    monkeypatch.setattr(clients, "CLIENTS_FOLDER", tmp_path)
     monkeypatch.setattr(clients, "STAMP", tmp_path / "stamp")
     monkeypatch.setattr(clients.venv, "create", lambda folder, **_: folder.mkdir(exist_ok=True))
     monkeypatch.setattr(clients.subprocess, "run", install)
