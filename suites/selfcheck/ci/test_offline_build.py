@@ -47,7 +47,7 @@ def test_pins_are_those_of_the_lane() -> None:
     read = [(ROOT / "ci" / f"constraints{kind}.txt").read_text() for kind in ("", "-gpu")]
     lines = "".join(read).lower().splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
-    ours = spec["packages"] | spec["nightly"] | {"torch": spec["machine"]["torch"]}
+    ours = spec["packages"] | spec["test"] | {"torch": spec["machine"]["torch"]}
     for name, version in ours.items():
         assert pinned[name] == version, name
     for wanted in WANTED.values():
@@ -55,9 +55,10 @@ def test_pins_are_those_of_the_lane() -> None:
         assert spec["packages"][name] == version
 
 
-def test_a_night_lacks_no_requirement() -> None:
+@pytest.mark.parametrize("lane", cli.LANES)
+def test_a_lane_lacks_no_requirement(lane: str) -> None:
     spec = bundle.specification()
-    taken = {canonicalize_name(name) for table in spec["lanes"]["nightly"] for name in spec[table]}
+    taken = {canonicalize_name(name) for table in spec["lanes"][lane] for name in spec[table]}
     machine = {"torch", *spec["machine"]["requirements"]}
     needed = {canonicalize_name(one.name) for one in requirements((*CPU_EXTRAS, "gpu"))}
     assert needed - taken <= machine
@@ -77,8 +78,8 @@ def test_a_lane_takes_its_tables_along(monkeypatch: pytest.MonkeyPatch, tmp_path
     for lane in cli.LANES:
         bundle.build(tmp_path, 1 << 20, lane)
     gpu, nightly = asked
-    assert gpu == set(spec["packages"])
-    assert nightly == gpu | set(spec["nightly"]) | set(spec["sglang"])
+    assert gpu == {*spec["packages"], *spec["test"]}
+    assert nightly == gpu | set(spec["sglang"])
     assert {"sglang", "altair", "schemathesis"} <= nightly
 
 
