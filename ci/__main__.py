@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 import venv
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,15 @@ def menu() -> str:
     """The lanes, one per line."""
     known = lanes()
     width = max(map(len, known))
-    return "\n".join(f"  {name:<{width}}  {description}" for name, description in known.items())
+    return "\n".join(
+        textwrap.fill(
+            description,
+            width=80,
+            initial_indent=f"  {name:<{width}}  ",
+            subsequent_indent=" " * (width + 4),
+        )
+        for name, description in known.items()
+    )
 
 
 def tool_environment() -> Path:

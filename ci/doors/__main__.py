@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from ci.doors import table
+from ci.doors import doors_table
 from ci.doors.documents import Command, commands, ordered
 from ci.doors.environments import environments
 from ci.doors.shell import Shell, fresh
@@ -79,7 +79,7 @@ def doors(names: Sequence[str], into: Path, console: Console) -> list[Tried]:
     Raises:
         UsageError: the table is wrong, or a document does not exist.
     """
-    known, root = table.read(), clone(into)
+    known, root = doors_table.read(), clone(into)
     texts = documents(root)
     if unknown := [name for name in names if name not in (*texts, EXTRAS_NAME)]:
         raise UsageError(
@@ -109,7 +109,7 @@ def print_progress(result: Tried, console: Console) -> None:
     console.print(result.line, style=style, markup=False, highlight=False)
 
 
-def stale(known: table.Table, every: Sequence[Command]) -> list[Tried]:
+def stale(known: doors_table.Table, every: Sequence[Command]) -> list[Tried]:
     """A red result for every row that no command asks for."""
     problem = "stale: no command of a document asks for it"
     return [Tried("doors.toml", text, problem=problem) for text in known.stale(every)]

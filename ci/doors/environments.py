@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ci.doors import extras
+from ci.doors.doors_table import Row, Table
 from ci.doors.extras import Extras
 from ci.doors.shell import Outcome, Shell, fresh
-from ci.doors.table import Row, Table
 from ci.doors.tried import Tried
 
 LIMIT_S = 1200.0

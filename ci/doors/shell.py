@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ci.doors.table import Row
+from ci.doors.doors_table import Row
 
 SCRIPT = "set -a\ntrap 'env -0 > \"$0\"' EXIT\n"
 """Variables, exported or not, and the folder outlive the process as they outlive a line typed."""

@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table as Printed
 
 from ci.doors.documents import Command
+from ci.doors.doors_table import Table
 from ci.doors.shell import Shell
-from ci.doors.table import Table
 from harness.errors import UsageError
 
 TAIL = 40

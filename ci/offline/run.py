@@ -15,7 +15,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from ci.offline import metadata
+from ci.offline import checkout_metadata
 from ci.offline.bundle import RELEASES_FOLDER, specification
 from harness.core.paths import ROOT
 from harness.errors import UsageError, rejected
@@ -43,7 +43,7 @@ def run(bundle: Path, lane: str, args: list[str]) -> int:
     environment = defaults | os.environ | {"OMP_NUM_THREADS": "1"}
     Path(environment[JIT]).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        metadata.write(Path(folder), site)
+        checkout_metadata.write(Path(folder), site)
         paths = [str(site), folder, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         words = command(lane, args)

@@ -78,15 +78,18 @@ def test_ci_runs_the_test_lane() -> None:
 def test_without_a_lane_the_menu_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert ci.main([]) == 0
     shown = capsys.readouterr().out
+    words = " ".join(shown.split())
     for name, description in ci.lanes().items():
-        assert any(line.split(None, 1) == [name, description] for line in shown.splitlines())
+        assert f" {name} {description} " in words
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_unknown_lane_lists_the_lanes(capsys: pytest.CaptureFixture[str]) -> None:
     assert ci.main(["tset"]) == 2
     first, *menu = capsys.readouterr().err.splitlines()
     assert first == "ci: lane = 'tset' is not accepted; accepted:"
-    assert [line.split()[0] for line in menu] == list(ci.lanes())
+    lanes = [line.split()[0] for line in menu if not line.startswith(" " * 3)]
+    assert lanes == list(ci.lanes())
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 
 from ci.doors import __main__ as cli
-from ci.doors import extras, table
+from ci.doors import doors_table, extras
 from ci.doors.documents import Command, commands, ordered
+from ci.doors.doors_table import Row, Table
 from ci.doors.shell import QUICK_PIP, Shell, fresh
-from ci.doors.table import Row, Table
 from ci.doors.tried import Tried, show, typed
 from harness.core.paths import ROOT
 from harness.errors import UsageError
@@ -162,7 +162,7 @@ def test_a_row_that_no_document_asks_for_is_stale() -> None:
 
 
 def test_no_row_is_stale_and_every_placeholder_filled() -> None:
-    known = table.read()
+    known = doors_table.read()
     texts = cli.documents(ROOT)
     every = [command for path, text in texts.items() for command in commands(path, text)]
     assert {"README.md", "CONTRIBUTING.md", "ci/README.md", "docs/benchmarks.md"} <= texts.keys()
@@ -186,7 +186,7 @@ def test_a_row_that_makes_no_sense_is_refused(tmp_path: Path, row: str, told: st
     file = tmp_path / "doors.toml"
     file.write_text(f"limit = 1\ngpu_extras = []\n[placeholders]\n[[command]]\n{row}\n")
     with pytest.raises(UsageError, match=told):
-        table.read(file)
+        doors_table.read(file)
 
 
 def test_a_shell_has_nothing_of_the_lane() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ci.offline import __main__ as cli
-from ci.offline import bundle, metadata, run
+from ci.offline import bundle, checkout_metadata, run
 from harness.core.paths import ROOT
 from harness.errors import UsageError
 from harness.upstream.released_wheel import WHEELS, Wheel
@@ -154,7 +154,7 @@ def child(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Child
     """The lane, which ends with 3, on a bundle made for this machine."""
     bundle.build(tmp_path / "out", 100)
     this_machine(monkeypatch)
-    monkeypatch.setattr(metadata, "write", lambda into, site: (into / site.name).touch())
+    monkeypatch.setattr(checkout_metadata, "write", lambda into, site: (into / site.name).touch())
     made = Child(3)
     monkeypatch.setattr(run.subprocess, "run", made)
     monkeypatch.setenv("SPECGATE_CACHE", str(tmp_path / "cache"))
@@ -225,7 +225,7 @@ def test_other_machine_is_refused_in_one_line(
 
 
 def test_metadata_is_found_as_that_of_an_editable_install(tmp_path: Path) -> None:
-    metadata.write(tmp_path, tmp_path)
+    checkout_metadata.write(tmp_path, tmp_path)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     [written] = tmp_path.iterdir()
     assert written.name == f"specgate-{project['version']}.dist-info"
@@ -239,7 +239,7 @@ def test_metadata_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "setuptools.py").write_text("raise ImportError('too old')")
     told = "setuptools cannot write the project's metadata: ImportError: too old"
     with pytest.raises(UsageError, match=f"^{told}$"):
-        metadata.write(tmp_path, tmp_path)
+        checkout_metadata.write(tmp_path, tmp_path)
 
 
 def test_script_starts_the_lane_from_anywhere(tmp_path: Path) -> None:
