@@ -18,7 +18,7 @@ UNFILLED = re.compile(r"(?<![\w$.{-])[A-Z]{2,}(?:[.:][A-Z]+)*(?![\w=])")
 
 
 @dataclass(frozen=True)
-class Row:
+class CommandRow:
     """How a command of a document is run.
 
     Args:
@@ -60,11 +60,11 @@ class Table:
     limit: float
     gpu_extras: frozenset[str]
     placeholders: Mapping[str, str]
-    rows: Mapping[str, Row]
+    rows: Mapping[str, CommandRow]
 
-    def row(self, command: Command) -> Row:
+    def row(self, command: Command) -> CommandRow:
         """The row of a command, or one that runs it as it stands."""
-        return self.rows.get(command.bare) or Row(command.bare, self.limit)
+        return self.rows.get(command.bare) or CommandRow(command.bare, self.limit)
 
     def filled(self, text: str) -> str:
         """A command line with every placeholder filled.
@@ -94,7 +94,7 @@ def read(file: Path = COMMAND_TABLE) -> Table:
     with file.open("rb") as opened:
         told = tomllib.load(opened)
     limit = float(told["limit"])
-    rows: dict[str, Row] = {}
+    rows: dict[str, CommandRow] = {}
     for entry in told["command"]:
         row = _row(entry, limit)
         if row.command in rows:
@@ -103,10 +103,10 @@ def read(file: Path = COMMAND_TABLE) -> Table:
     return Table(limit, frozenset(told["gpu_extras"]), told["placeholders"], rows)
 
 
-def _row(entry: Mapping[str, Any], limit: float) -> Row:
-    known = {field.name for field in fields(Row)}
+def _row(entry: Mapping[str, Any], limit: float) -> CommandRow:
+    known = {field.name for field in fields(CommandRow)}
     if not {"command"} <= entry.keys() <= known:
         accepted = f"command, and of {', '.join(sorted(known))}"
         raise UsageError(rejected("row", dict(entry), accepted))
     texts = {name: " ".join(value.split()) for name, value in entry.items() if name != "limit"}
-    return Row(limit=float(entry.get("limit", limit)), **texts)
+    return CommandRow(limit=float(entry.get("limit", limit)), **texts)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ci.doors import extras
-from ci.doors.doors_table import Row, Table
+from ci.doors.doors_table import CommandRow, Table
 from ci.doors.extras import Extras
 from ci.doors.shell import Outcome, Shell, fresh
 from ci.doors.tried import Tried
@@ -76,7 +76,7 @@ def _installed(chosen: Extras, table: Table, root: Path, home: Path) -> Iterator
 
 
 def _tried(chosen: Extras, asked: str, shell: Shell, text: str) -> Tried:
-    ended: Outcome = shell.run(text, Row(text, LIMIT_S))
+    ended: Outcome = shell.run(text, CommandRow(text, LIMIT_S))
     place = f"[{','.join(sorted(chosen))}]"
     return Tried(place, asked, "", ended.seconds, ended.output, ended.problem)
 

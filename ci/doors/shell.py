@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ci.doors.doors_table import Row
+from ci.doors.doors_table import CommandRow
 
 SCRIPT = "set -a\ntrap 'env -0 > \"$0\"' EXIT\n"
 """Variables, exported or not, and the folder outlive the process as they outlive a line typed."""
@@ -63,7 +63,7 @@ class Shell:
         self.folder = folder
         self.environment = dict(environment)
 
-    def run(self, text: str, row: Row) -> Outcome:
+    def run(self, text: str, row: CommandRow) -> Outcome:
         """Run a command line and judge it by its row.
 
         Args:
@@ -99,7 +99,7 @@ class Shell:
         self.environment = {name: value for name, value in found.items() if name not in own}
 
 
-def _attended(process: subprocess.Popen[bytes], row: Row, log: Path) -> str:
+def _attended(process: subprocess.Popen[bytes], row: CommandRow, log: Path) -> str:
     """Wait for the end, interrupt a server that is ready; the problem, empty for none."""
     deadline = time.monotonic() + row.limit
     told = not row.ready
@@ -125,7 +125,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
             process.wait(wait_s)
 
 
-def _problem(code: int, output: str, row: Row) -> str:
+def _problem(code: int, output: str, row: CommandRow) -> str:
     """Why a command that ended by itself is red; empty where it is not."""
     if (row.ready or row.refused) and TRACEBACK in output:
         return "a traceback"

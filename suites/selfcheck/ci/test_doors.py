@@ -12,7 +12,7 @@ from rich.console import Console
 from ci.doors import __main__ as cli
 from ci.doors import doors_table, extras
 from ci.doors.documents import Command, commands, ordered
-from ci.doors.doors_table import Row, Table
+from ci.doors.doors_table import CommandRow, Table
 from ci.doors.shell import QUICK_PIP, Shell, fresh
 from ci.doors.tried import Tried, show, typed
 from harness.core.paths import ROOT
@@ -55,7 +55,7 @@ def test_a_reader_begins_with_the_readme() -> None:
     assert ordered(paths) == ["README.md", "CONTRIBUTING.md", "ci/README.md", "docs/a.md"]
 
 
-def a_table(*rows: Row, **placeholders: str) -> Table:
+def a_table(*rows: CommandRow, **placeholders: str) -> Table:
     return Table(10.0, frozenset({"gpu"}), placeholders, {row.command: row for row in rows})
 
 
@@ -82,7 +82,7 @@ def test_a_command_that_fails_is_red(tmp_path: Path, text: str) -> None:
 
 def test_a_command_is_stopped_at_its_limit_with_what_it_started(tmp_path: Path) -> None:
     text = "(sleep 2; touch late) & sleep 60"
-    [late] = tried(tmp_path, text, a_table(Row(text, 0.5)))
+    [late] = tried(tmp_path, text, a_table(CommandRow(text, 0.5)))
     assert late.problem == "longer than 0 s"
     assert late.seconds < 2
     assert subprocess.run(["sleep", "2"], check=False).returncode == 0
@@ -90,7 +90,9 @@ def test_a_command_is_stopped_at_its_limit_with_what_it_started(tmp_path: Path) 
 
 
 def test_a_row_says_what_is_run_instead(tmp_path: Path) -> None:
-    known = a_table(Row("hours FILE", 5, run="echo $((1 + 1)) FILE", reason="hours"), FILE="here")
+    known = a_table(
+        CommandRow("hours FILE", 5, run="echo $((1 + 1)) FILE", reason="hours"), FILE="here"
+    )
     [one] = tried(tmp_path, "hours FILE  # of work", known)
     assert (one.problem, one.output) == ("", "2 here\n")
     assert one.ran == "echo $((1 + 1)) here (hours)"
@@ -119,7 +121,7 @@ LOUD = CLEAN.replace("bye", "Traceback (most recent call last)")
 )
 def test_a_server_is_interrupted_once_it_serves(tmp_path: Path, text: str, problem: str) -> None:
     (tmp_path / "serve").write_text(text)
-    row = Row("bash serve", 3, ready="serving", reason="serves")
+    row = CommandRow("bash serve", 3, ready="serving", reason="serves")
     [one] = tried(tmp_path, "bash serve", a_table(row))
     assert one.problem == problem
 
@@ -135,7 +137,7 @@ def test_a_server_is_interrupted_once_it_serves(tmp_path: Path, text: str, probl
     ],
 )
 def test_a_refusal_is_the_last_line_and_no_success(tmp_path: Path, text: str, red: bool) -> None:
-    row = Row(text, 5, refused="needs a device", reason="a device")
+    row = CommandRow(text, 5, refused="needs a device", reason="a device")
     [one] = tried(tmp_path, text, a_table(row))
     assert bool(one.problem) is red
 
@@ -155,7 +157,7 @@ def test_placeholders_are_words_and_variables_are_none() -> None:
 
 
 def test_a_row_that_no_document_asks_for_is_stale() -> None:
-    known = a_table(Row("old command", 5), Row("new command", 5), SPEC="x", FILE="y")
+    known = a_table(CommandRow("old command", 5), CommandRow("new command", 5), SPEC="x", FILE="y")
     asked = [Command("a.md", 1, "new command  # old command"), Command("a.md", 2, "b FILE")]
     assert known.stale(asked) == ["old command", "SPEC"]
     assert all(one.problem for one in cli.stale(known, asked))
