@@ -1,6 +1,6 @@
-"""``specgate VERB``: short names for what pytest, the gates and a few modules do.
+"""``specgate VERB``: run cases, judge their records, serve, benchmark, plant mutants.
 
-Nothing is imported from them: the harness knows neither, it starts them as a user would.
+Each verb starts a process that could be started by hand: pytest, the gate, a module of this project.
 """
 
 from __future__ import annotations

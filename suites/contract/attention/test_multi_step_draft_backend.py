@@ -179,3 +179,11 @@ def test_one_write_location_per_step_and_request() -> None:
     batch = draft_batch(multi_step).with_changes(out_cache_loc=LOCS[:4])
     with pytest.raises(ContractError, match=r"out_cache_loc rows = 4 .* multiple of 3"):
         multi_step.init_forward_metadata(batch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_of_one_step_has_no_backend_and_plans_nothing(kind: Any) -> None:
+    multi_step = backend(kind, speculative_num_steps=1)
+    assert not multi_step.attn_backends
+    multi_step.init_cuda_graph_state(4, 4)
+    multi_step.init_forward_metadata_in_graph(draft_batch(backend(kind)))
