@@ -1,6 +1,6 @@
 """``specgate VERB``: run cases, judge their records, serve, benchmark, plant mutants.
 
-Each verb starts a process that could be started by hand: pytest, the gate, a module of this project.
+Each verb starts a process that could be started by hand: pytest, the gate, one of our modules.
 """
 
 from __future__ import annotations
