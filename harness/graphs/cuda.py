@@ -10,10 +10,10 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.errors import CaptureViolation, ContractError, UsageError, rejected
 from harness.graphs.cuda_nodes import kernel_names, node_counts
+from harness.graphs.dispatch_mode import DispatchMode
 from harness.graphs.graph import T
 from harness.graphs.host_syncs import (
     INTERNAL_FILES,
@@ -165,7 +165,7 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class _Refusals(TorchDispatchMode):
+class _Refusals(DispatchMode):
     """Refuses what would wait for the device before CUDA breaks the capture off."""
 
     def __torch_dispatch__(

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch._C._autograd import DeviceType
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.errors import UsageError, rejected
+from harness.graphs.dispatch_mode import DispatchMode
 from harness.graphs.gpu_profile import Activity, ProfileRow, tally
 from harness.graphs.host_syncs import (
     INTERNAL_FILES,
@@ -65,7 +65,7 @@ class AddressLedger:
         return [name for name, tensor, address in self._entries if tensor.data_ptr() != address]
 
 
-class _Observer(TorchDispatchMode):
+class _Observer(DispatchMode):
     def __init__(self, effects: Effects, calls: HostSyncCalls) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._effects = effects

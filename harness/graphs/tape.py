@@ -8,9 +8,10 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from harness.errors import CaptureViolation, ContractError
+from harness.graphs.dispatch_mode import DispatchMode
 from harness.graphs.effects import AddressLedger
 from harness.graphs.graph import T
 from harness.graphs.host_syncs import (
@@ -103,7 +104,7 @@ class Tape:
                     copy_results(kept, result)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(DispatchMode):
     """The record of one capture."""
 
     def __init__(self) -> None:
