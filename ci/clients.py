@@ -10,7 +10,10 @@ import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Sequence
 from pathlib import Path
+
+from harness.core.argument_types import CommandLine
 
 REQUIREMENTS = Path(__file__).with_name("clients.txt")
 CLIENTS_FOLDER = REQUIREMENTS.parents[1] / ".tox" / "clients"
@@ -24,8 +27,9 @@ def python() -> Path | None:
     return _interpreter() if complete else None
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Make it unless it is there; pip's exit code."""
+    CommandLine(prog="python -m ci.clients", description=__doc__).parse_args(argv)
     if python():
         return 0
     print(f"installing {REQUIREMENTS.name} into {CLIENTS_FOLDER}", flush=True)

@@ -1,4 +1,4 @@
-"""``python -m ci.report RECORDS... [--out PAGE]``: a table in the terminal and one offline page."""
+"""``specgate report``: print the records of a run as a table, write their page."""
 
 from __future__ import annotations
 
@@ -169,10 +169,10 @@ def show(records: Sequence[Record], console: Console) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0, or 2 for records or a path that cannot be used."""
-    parser = CommandLine(prog="python -m ci.report", description=__doc__)
-    files = "a records.jsonl, or one per shard"
+    parser = CommandLine(prog="specgate report", description=__doc__)
+    files = "records.jsonl of a run, or of each of its shards"
     parser.add_argument("records", type=Path, nargs="+", metavar="RECORDS", help=files)
-    parser.add_argument("--out", type=Path, metavar="PAGE", help="where the page is written")
+    parser.add_argument("--out", type=Path, metavar="PAGE", help="HTML page to write")
     options = parser.parse_args(argv)
     try:
         records = [record for path in options.records for record in read_records(path)]

@@ -13,9 +13,13 @@ import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.core.argument_types import CommandLine, count
 from harness.core.paths import ROOT
+
+if TYPE_CHECKING:
+    Verbs = argparse._SubParsersAction[CommandLine]
 
 DIFFERENTIAL = (
     "suites/differential",
@@ -38,6 +42,9 @@ HANDED_ON = {
     "compare": ("harness.bench", "judge a benchmark's records again and print what they show"),
     "serve": ("harness.server", "serve a shipped pair over HTTP"),
     "mutants": ("fixtures.mutants", "plant the mutants of the tables, see which test notices"),
+    "report": ("ci.report", "print the records of a run, write their page"),
+    "limits": ("harness.kernels.limits", "ask a device's kernels what they refuse"),
+    "wheels": ("harness.upstream.released_wheel", "extract what latency compares, from wheels"),
 }
 """Verbs that are modules with a command line of their own, which they explain by ``--help``."""
 
@@ -134,32 +141,28 @@ def parser() -> argparse.ArgumentParser:
     made = CommandLine(prog="specgate", description=__doc__)
     made.add_argument("--version", action="version", version=f"specgate {version()}")
     verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB", help="one of:")
-    page, device = "where the page is written", "whose kernels are asked: cuda, cuda:1, …, or cpu"
-    runs = verbs.add_parser("run", help="run every case on this machine, report and gate")
-    gpus = verbs.add_parser("gpu", help="run every suite that takes a device on real kernels")
+    runs = _verb(verbs, "run", "run every case on this machine, report and gate")
+    gpus = _verb(verbs, "gpu", "run every suite that takes a device on real kernels")
     sharing = "processes that share a GPU"
     gpus.add_argument(
         "--workers-per-gpu", type=count, default=WORKERS_PER_GPU, metavar="K", help=sharing
     )
-    goldens = verbs.add_parser("golden", help="verify, add or rewrite the recorded answers")
+    goldens = _verb(verbs, "golden", "verify, add or rewrite the recorded answers")
     goldens.add_argument(
         "mode", choices=GOLDEN_MODES, help="compare, record what is missing, or record all anew"
     )
-    reports = verbs.add_parser("report", help="print records, write their page")
-    reports.add_argument("records", metavar="RECORDS", help="a records.jsonl")
-    reports.add_argument("--out", metavar="PAGE", help=page)
-    limits = verbs.add_parser("limits", help="ask the device's kernels for their limits")
-    limits.add_argument("--device", default="cuda", metavar="NAME", help=device)
-    limits.add_argument("--out", metavar="PAGE", help=page)
-    times = verbs.add_parser("latency", help="time metadata and attention on the GPU")
+    times = _verb(verbs, "latency", "time metadata and attention on the GPU")
     for verb in (runs, gpus, times):
         folder = "folder of what is written"
         verb.add_argument("--report", type=Path, default=Path("report"), metavar="DIR", help=folder)
-    wheels = verbs.add_parser("wheels", help="extract what latency compares from sglang's wheels")
-    wheels.add_argument("--into", metavar="FOLDER", help="instead of the folder that latency reads")
     for name, (_, help_text) in HANDED_ON.items():
         verbs.add_parser(name, help=help_text, add_help=False)
     return made
+
+
+def _verb(verbs: Verbs, name: str, told: str) -> argparse.ArgumentParser:
+    about = f"{told[0].upper()}{told[1:]}. What is not listed here goes to pytest."
+    return verbs.add_parser(name, help=told, description=about)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -173,15 +176,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args[:1] == ["--"]:
         del args[0]
     try:
-        return _run_verb(commands, options, args)
+        return _run_verb(options, args)
     except KeyboardInterrupt:
         print(f"specgate {options.verb}: interrupted", file=sys.stderr)
         return SIGINT_EXIT
 
 
-def _run_verb(
-    commands: argparse.ArgumentParser, options: argparse.Namespace, args: Sequence[str]
-) -> int:
+def _run_verb(options: argparse.Namespace, args: Sequence[str]) -> int:
     if options.verb in HANDED_ON:
         become(HANDED_ON[options.verb][0], *args)
     if options.verb == "run":
@@ -190,17 +191,7 @@ def _run_verb(
         return gpu(options.report, options.workers_per_gpu, args)
     if options.verb == "golden":
         return start("pytest", *GOLDENS, "-n0", f"--golden={options.mode}", *args)
-    if options.verb == "latency":
-        return latency(options.report, args)
-    if args:
-        commands.error(f"unrecognized arguments: {' '.join(args)}")
-    if options.verb == "wheels":
-        into = ("--into", str(Path(options.into).absolute())) if options.into else ()
-        return start("harness.upstream.released_wheel", *into)
-    out = ("--out", str(Path(options.out).absolute())) if options.out else ()
-    if options.verb == "limits":
-        return start("harness.kernels.limits", "--device", options.device, *out)
-    return start("ci.report", str(Path(options.records).absolute()), *out)
+    return latency(options.report, args)
 
 
 if __name__ == "__main__":

@@ -20,13 +20,13 @@ def main(argv: Sequence[str]) -> int:
     parser = CommandLine(prog="python -m ci.bench", description=__doc__)
     parser.add_argument("bench", type=Path, metavar="BENCH", help="a bench.jsonl")
     parser.add_argument(
-        "--out", type=Path, default=Path("report"), metavar="DIR", help="of the outputs"
+        "--out", type=Path, default=Path("report"), metavar="DIR", help="folder of what is written"
     )
     parser.add_argument(
         "--history",
         type=Path,
         metavar="FILE",
-        help="default: DIR/history.jsonl",
+        help="series of earlier runs to add to (default: DIR/history.jsonl)",
     )
     options = parser.parse_args(argv)
     history = options.history or options.out / "history.jsonl"

@@ -45,7 +45,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="DOCUMENT",
         help=f"such as README.md, or {EXTRAS_NAME!r}; default: everything",
     )
-    made.add_argument("--into", type=Path, metavar="FOLDER", help="empty; kept afterwards")
+    made.add_argument(
+        "--into", type=Path, metavar="FOLDER", help="work in this empty folder, and keep it"
+    )
     return made
 
 

@@ -27,17 +27,27 @@ def parser(config: NightlyConfig) -> argparse.ArgumentParser:
     """The command line; its defaults are in ``nightly.toml``."""
     made = CommandLine(prog="python -m ci.nightly", description=__doc__)
     made.add_argument("--dry-run", action="store_true", help="plan and check, launch no kernel")
-    made.add_argument("--report", type=Path, default=REPORT, metavar="DIR", help="of the reports")
+    made.add_argument(
+        "--report", type=Path, default=REPORT, metavar="DIR", help="folder of the reports"
+    )
     made.add_argument(
         "--history",
         type=Path,
         metavar="FILE",
-        help="default: DIR/history.jsonl",
+        help="series of earlier runs to add to (default: DIR/history.jsonl)",
     )
     bench = config["bench"]
-    made.add_argument("--reference", default=bench["reference"], metavar="PIN", help="arm A")
-    made.add_argument("--candidate", default=bench["candidate"], metavar="PIN", help="arm B")
-    made.add_argument("--attention-backend", metavar="NAME", help="instead of the GPU's own")
+    made.add_argument(
+        "--reference", default=bench["reference"], metavar="PIN", help="package of arm A"
+    )
+    made.add_argument(
+        "--candidate", default=bench["candidate"], metavar="PIN", help="package of arm B"
+    )
+    made.add_argument(
+        "--attention-backend",
+        metavar="NAME",
+        help="instead of the one that nightly.toml has for the GPU",
+    )
     made.add_argument("--unpinned", action="store_true", help="accept other versions of packages")
     made.add_argument("--gpu", metavar="MAJOR.MINOR", help="whose kernels a dry run plans for")
     return made

@@ -129,13 +129,17 @@ def table(outcomes: Sequence[SelfCheckOutcome]) -> Table:
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if every A/A session was left alone and every injected slowdown found, else 1."""
     parser = CommandLine(prog="python -m harness.bench.selfcheck", description=__doc__)
-    parser.add_argument("--runs", type=count, default=20, metavar="N", help="of both sessions")
-    parser.add_argument("--pair", default="gqa", help="of the embedded server")
+    parser.add_argument(
+        "--runs", type=count, default=20, metavar="N", help="times that both sessions are run"
+    )
+    parser.add_argument("--pair", default="gqa", help="shipped pair that is served")
     parser.add_argument(
         "--injected", type=above_zero, default=0.05, metavar="PART", help="slowdown; 0.05 is 5 %%"
     )
-    parser.add_argument("--passes", type=count, default=1, metavar="N", help="of every trial")
-    parser.add_argument("--blocks-at-most", type=count, default=32, metavar="N", help="of a case")
+    parser.add_argument("--passes", type=count, default=1, metavar="N", help="passes per trial")
+    parser.add_argument(
+        "--blocks-at-most", type=count, default=32, metavar="N", help="blocks per workload"
+    )
     parser.add_argument(
         "--out",
         type=Path,

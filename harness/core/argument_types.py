@@ -17,7 +17,7 @@ class HelpFormatter(argparse.HelpFormatter):
     """Adds an option's default to its help, and keeps paragraphs and indented lines."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        shown = action.default not in (None, False, argparse.SUPPRESS)
+        shown = action.default not in (None, False, "", argparse.SUPPRESS)
         if action.help and shown and "%(default)" not in action.help:
             return f"{action.help} (default: %(default)s)"
         return action.help

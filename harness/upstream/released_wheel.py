@@ -141,9 +141,9 @@ def load(wheel: Wheel) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``python -m harness.upstream.released_wheel [--into FOLDER]``: extract files of releases."""
+    """``specgate wheels``: extract the files of released sglang that ``specgate latency`` runs."""
     parser = CommandLine(prog="specgate wheels", description=main.__doc__)
-    filled = "filled with a folder per release"
+    filled = "gets a folder per release"
     parser.add_argument("--into", type=Path, default=cache(), metavar="FOLDER", help=filled)
     into = parser.parse_args(argv).into.absolute()
     for wheel in WHEELS.values():

@@ -174,9 +174,9 @@ def test_an_environment_counts_once_it_is_whole(monkeypatch, tmp_path):
     monkeypatch.setattr(clients, "STAMP", tmp_path / "stamp")
     monkeypatch.setattr(clients.venv, "create", lambda folder, **_: folder.mkdir(exist_ok=True))
     monkeypatch.setattr(clients.subprocess, "run", install)
-    assert (clients.main(), clients.python()) == (1, None)
-    assert (clients.main(), clients.python()) == (0, tmp_path / "bin" / "python")
-    assert (clients.main(), len(asked)) == (0, 2)
+    assert (clients.main([]), clients.python()) == (1, None)
+    assert (clients.main([]), clients.python()) == (0, tmp_path / "bin" / "python")
+    assert (clients.main([]), len(asked)) == (0, 2)
     assert "--no-deps" in asked[0]
     monkeypatch.setattr(clients, "_wanted", lambda: "other pins")
     assert clients.python() is None

@@ -33,7 +33,7 @@ ARMS = "--a embedded: --b embedded:"
 ROWS = [
     ("specgate", "", "the following arguments are required: VERB"),
     ("specgate", "frobnicate", "argument VERB: invalid choice: 'frobnicate'"),
-    ("specgate", "report a.jsonl --fast", "unrecognized arguments: --fast"),
+    ("specgate report", "a.jsonl --fast", "unrecognized arguments: --fast"),
     ("specgate", "gpu --workers-per-gpu 0", "'0' is not accepted; accepted: 1 or more"),
     ("specgate serve", "", "the following arguments are required: --pair"),
     (

@@ -128,34 +128,12 @@ def test_golden_hands_its_mode_to_pytest(monkeypatch: pytest.MonkeyPatch, mode: 
     assert stand_in.calls == [("pytest", *cli.GOLDENS, "-n0", f"--golden={mode}", "-k", "decode")]
 
 
-def test_limits_hands_its_device_and_page_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    stand_in = started(monkeypatch)
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["limits", "--out", "a.md"]) == 0
-    assert cli.main(["limits", "--device", "cpu"]) == 0
-    first, second = stand_in.calls
-    assert first == ("harness.kernels.limits", "--device", "cuda", "--out", str(tmp_path / "a.md"))
-    assert second == ("harness.kernels.limits", "--device", "cpu")
-
-
-def test_report_hands_its_paths_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    stand_in = started(monkeypatch)
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["report", "a.jsonl", "--out", "b.html"]) == 0
-    assert cli.main(["report", "a.jsonl"]) == 0
-    records, page = str(tmp_path / "a.jsonl"), str(tmp_path / "b.html")
-    assert stand_in.calls == [("ci.report", records, "--out", page), ("ci.report", records)]
-
-
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
         ([], "the following arguments are required"),
         (["nonsense"], "invalid choice: 'nonsense'"),
         (["golden", "burn"], "invalid choice: 'burn'"),
-        (["report", "a.jsonl", "--fast"], "unrecognized arguments: --fast"),
     ],
 )
 def test_bad_command_line_is_refused(
@@ -200,15 +178,7 @@ def test_latency_is_timed_by_one_process(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert stand_in.calls == [(*timed, f"--latency-json={tmp_path}/latency.json", "-k", "512K")]
 
 
-def test_wheels_fill_the_folder_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    stand_in = started(monkeypatch)
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["wheels"]) == cli.main(["wheels", "--into", "kept"]) == 0
-    module = "harness.upstream.released_wheel"
-    assert stand_in.calls == [(module,), (module, "--into", str(tmp_path / "kept"))]
-
-
-@pytest.mark.parametrize("verb", ["bench", "compare", "mutants", "serve"])
+@pytest.mark.parametrize("verb", cli.HANDED_ON)
 def test_a_verb_with_its_own_command_line_becomes_that_program(
     monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:

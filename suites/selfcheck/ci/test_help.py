@@ -20,7 +20,7 @@ MODULES = [
     for path in sorted((ROOT / folder).rglob("*.py"))
     if any(word in path.read_text(encoding="utf-8") for word in MADE)
 ]
-UNSAID = (None, False, argparse.SUPPRESS)
+UNSAID = (None, False, "", argparse.SUPPRESS)
 
 
 class Asked(Exception):
