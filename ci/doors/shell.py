@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ci.doors.doors_table import CommandRow
@@ -82,6 +83,8 @@ class Shell:
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
+                    # In a shell's background a Ctrl-C is ignored, and children inherit that.
+                    preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
                 )
             late = _attended(process, row, log)
             self._take_over(state)

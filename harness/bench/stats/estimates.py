@@ -10,7 +10,7 @@ import numpy as np
 
 from harness.bench.stats.e_process import DEFAULT_SCALE, Array, log_e, scales
 from harness.bench.stats.margin import Bounds
-from harness.bench.stats.stopping import Thresholds, decide, paths
+from harness.bench.stats.stopping import Thresholds, decide, scaled_paths
 from harness.errors import UsageError, rejected
 
 GRID = 0.0005
@@ -85,10 +85,10 @@ def detectable(
     random = np.random.default_rng(seed)
     size = (sessions, bounds.n_max)
     drawn = random.choice(noise, size=size) * random.choice([-1.0, 1.0], size=size)
-    calibrated = spread(effects)
+    scale = scales(drawn, spread(effects))  # a shift of every effect leaves it as it is
 
     def shown(step: int) -> bool:
-        found = paths(drawn + step * 0.001, bounds, calibrated)
+        found = scaled_paths(drawn + step * 0.001, bounds, scale)
         codes, _ = decide(found, thresholds or Thresholds())
         return bool((codes == REGRESSED).mean() >= power)
 

@@ -47,7 +47,11 @@ class EvidencePaths:
 
 def paths(effects: Array, bounds: Bounds, calibrated: float = DEFAULT_SCALE) -> EvidencePaths:
     """The three e-processes of sessions of cost effects (positive is worse), [..., n]."""
-    scale = scales(effects, calibrated)
+    return scaled_paths(effects, bounds, scales(effects, calibrated))
+
+
+def scaled_paths(effects: Array, bounds: Bounds, scale: Array) -> EvidencePaths:
+    """The same with a scale per block, [..., n], from ``scales``."""
     return EvidencePaths(
         regressed=log_e(effects - bounds.delta0, scale),
         accept_equivalence=log_e(bounds.delta1 - effects, scale),

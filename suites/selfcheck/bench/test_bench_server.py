@@ -9,7 +9,7 @@ from harness.bench.session_records import Role, Session, Trial
 
 WORDS = (
     "--a=embedded:pair=gqa",
-    "--sessions=A/A,injected",
+    "--sessions=injected",
     "--workloads=smoke-bs2-in32-out32",
     "--design=pairs",
     "--blocks-at-most=1",
@@ -19,17 +19,18 @@ WORDS = (
 
 
 @pytest.mark.usefixtures("recorded")
-def test_one_block_of_both_controls(tmp_path, capsys, monkeypatch):
+def test_one_block_of_a_control(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench, "raise_priority", lambda: None)  # would outlive the test
     out = tmp_path / "bench.jsonl"
-    assert bench.main([*WORDS, f"--out={out}"]) == 1  # controls alone are no verdict
+    assert bench.main([*WORDS, f"--out={out}"]) == 1  # a control alone is no verdict
     lines = list(read(out))
     sessions = [line for line in lines if isinstance(line, Session)]
     trials = [line for line in lines if isinstance(line, Trial)]
-    assert [session.role for session in sessions] == [Role.SAME, Role.INJECTED]
+    assert [session.role for session in sessions] == [Role.INJECTED]
     assert {(session.warm_ups, session.passes) for session in sessions} == {(1, 1)}
-    assert "--slowdown" in sessions[1].b.command
-    assert len(trials) == 4
+    assert "--slowdown" in sessions[0].b.command
+    assert "--slowdown" not in sessions[0].a.command
+    assert len(trials) == 2
     for trial in trials:
         assert trial.invalid == ()
         assert trial.conditions.output_tokens == 2 * 32

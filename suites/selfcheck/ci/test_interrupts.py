@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -62,6 +63,8 @@ def test_a_signal_ends_a_program_in_one_line(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # In a shell's background a Ctrl-C is ignored, and children inherit that.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     try:
         eventually(lambda: moment(program))

@@ -71,8 +71,9 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
     return pytester
 
 
-def run(project: pytest.Pytester, *args: str) -> pytest.RunResult:
-    return project.runpytest_subprocess("-p", "no:cacheprovider", "--report", "out/deep", *args)
+def run(project: pytest.Pytester, *args: str, killed: bool = False) -> pytest.RunResult:
+    start = project.runpytest_subprocess if killed else project.runpytest_inprocess
+    return start("-p", "no:cacheprovider", "--report", "out/deep", *args)
 
 
 def by_case(project: pytest.Pytester) -> dict[str, Record]:
@@ -92,21 +93,21 @@ def test_each_trial_leaves_its_final_record(project: pytest.Pytester, workers: s
 
 
 def test_killed_run_keeps_whole_lines_and_its_plan(project: pytest.Pytester) -> None:
-    run(project, "-n", "0", "-k", "passes or interrupted")
+    run(project, "-n", "0", "-k", "passes or interrupted", killed=True)
     records = by_case(project)
     assert set(records) == {"one", "two"}
     assert {record.planned for record in records.values()} == {3}
 
 
 def test_new_run_starts_an_empty_file(project: pytest.Pytester) -> None:
-    run(project, "-k", "passes and one")
-    run(project, "-k", "passes and two")
+    run(project, "-n", "0", "-k", "passes and one")
+    run(project, "-n", "0", "-k", "passes and two")
     assert set(by_case(project)) == {"two"}
 
 
 def test_unwritable_folder_is_one_line(project: pytest.Pytester) -> None:
     (project.path / "out").write_text("a file, not a folder")
-    result = run(project)
+    result = run(project, "-n", "0")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     [line] = [line for line in result.errlines if line]
     assert "--report = 'out/deep' is not accepted" in line
