@@ -17,7 +17,7 @@ from fixtures.pytest_plugin.servers import FreshServer
 
 CONTEXT = 256
 """Long enough for the default of 128 new tokens, so that valid requests are served."""
-EXAMPLES = int(os.environ.get("SPECGATE_FUZZ", "12"))
+EXAMPLES = int(os.environ.get("SPECGATE_FUZZ", "8"))
 """Requests of each kind; SPECGATE_FUZZ=500 sends more than 2,000 in all."""
 
 

@@ -16,7 +16,6 @@ import pytest
 from fixtures.fakes.stub_server import Reply, StubServer, script
 from fixtures.pytest_plugin.poll import eventually
 from harness.errors import NotReady, ServerError
-from harness.server.client.sglang import Client
 from harness.server.launch import process as launching
 from harness.server.launch.ports import free_port
 from harness.server.launch.process import (
@@ -24,12 +23,10 @@ from harness.server.launch.process import (
     ServerProcess,
     ServerSpec,
     attached,
-    embedded,
     launch,
 )
 
 SOON_S = 10.0
-READY_S = 60.0
 
 
 def stub(*traits: str, **fields: object) -> ServerSpec:
@@ -216,21 +213,3 @@ def test_an_absent_server_is_not_attached_to(log: Path, monkeypatch: pytest.Monk
     spec = attached(f"http://127.0.0.1:{free_port()}")
     with pytest.raises(NotReady, match=r"attached at .* not ready after 0.1 s$"), launch(spec, log):
         pytest.fail("it was never ready")
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_server_that_a_user_ends_leaves_nothing_behind(log: Path, number: signal.Signals) -> None:
-    spec = embedded("gqa")
-    log.parent.mkdir()
-    with log.open("wb") as output, subprocess.Popen(spec.argv, cwd=ROOT, stdout=output) as served:
-        try:
-            eventually(Client(spec.url).health, within_s=READY_S)
-            engines = psutil.Process(served.pid).children(recursive=True)
-            assert engines
-            served.send_signal(number)
-            served.wait(SOON_S)
-        finally:
-            served.kill()
-    eventually(lambda: not any(engine.is_running() for engine in engines))
-    with pytest.raises(ServerError):
-        Client(spec.url).server_info()

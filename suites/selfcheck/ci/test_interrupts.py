@@ -72,9 +72,10 @@ def test_a_signal_ends_a_program_in_one_line(
         # A terminal tells every process of the group.
         send = os.killpg if number == signal.SIGINT else os.kill
         send(program.pid, number)
-        errors = program.communicate(timeout=60)[1]
+        output, errors = program.communicate(timeout=60)
     finally:
         program.kill()
+    assert output == ""
     [line] = errors.splitlines()
     assert line.startswith(told)
     # Python itself passes on an interrupt that came while code was compiled.
