@@ -97,8 +97,7 @@ def gpu(report: Path, workers: int, args: Sequence[str]) -> int:
     """
     folder = report.absolute()
     suites = () if any(word.startswith("suites") for word in args) else EVERYTHING
-    # Neighbours share what a process keeps: worlds, compiled kernels, a setup's texts.
-    spread = ("-n", "auto", "--maxprocesses", "64", "--dist", "worksteal")
+    spread = ("-n", "auto", "--maxprocesses", "64")
     where = (*CUDA, "--workers-per-gpu", str(workers), "--report", str(folder))
     code = start("pytest", *suites, *spread, *where, *args)
     timed = not args and code in LEFT_RECORDS and code != INTERRUPTED

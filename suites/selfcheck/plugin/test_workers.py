@@ -16,30 +16,31 @@ pytest_plugins = ["pytester"]
 
 
 @pytest.mark.parametrize(
-    ("words", "chosen"),
+    ("words", "chosen", "spread"),
     [
-        ((), "auto"),
-        (("-k", "draft_extend_v2"), "auto"),
-        (("test_a.py",), "auto"),
-        (("test_a.py::test_one",), None),
-        (("test_a.py", "test_a.py::test_one"), None),
-        (("-n0",), 0),
-        (("-n3",), 3),
-        (("--dist", "no"), None),
-        (("--dist=worksteal",), None),
-        (("--pdb",), None),
-        (("--collect-only",), None),
-        (("--golden=add",), None),
+        ((), "auto", "worksteal"),
+        (("-k", "draft_extend_v2"), "auto", "worksteal"),
+        (("test_a.py",), "auto", "worksteal"),
+        (("test_a.py::test_one",), None, "no"),
+        (("test_a.py", "test_a.py::test_one"), None, "no"),
+        (("-n0",), 0, "no"),
+        (("-n3",), 3, "worksteal"),
+        (("-n3", "--dist=loadfile"), 3, "loadfile"),
+        (("--dist", "no"), None, "no"),
+        (("--dist=load",), None, "load"),
+        (("--pdb",), None, "no"),
+        (("--collect-only",), None, "no"),
+        (("--golden=add",), None, "no"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_workers_are_chosen(
-    pytester: pytest.Pytester, words: tuple[str, ...], chosen: int | str | None
+    pytester: pytest.Pytester, words: tuple[str, ...], chosen: int | str | None, spread: str
 ) -> None:
     pytester.makepyfile(test_a="def test_one(): pass")
     config = pytester.parseconfig("-p", "fixtures.pytest_plugin.goldens", *words)
     workers.pytest_cmdline_main(config)
-    assert config.option.numprocesses == chosen
+    assert (config.option.numprocesses, config.option.dist) == (chosen, spread)
     assert config.option.maxprocesses == 8
 
 
