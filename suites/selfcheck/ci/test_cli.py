@@ -206,6 +206,7 @@ def test_a_verb_that_is_interrupted_says_so(
 
     monkeypatch.setattr(cli.runpy, "run_module", run_module)
     monkeypatch.setattr(sys, "argv", ["specgate", "mutants"])
+    monkeypatch.setenv("PYTHONPATH", "")  # is changed, and must not stay so
     assert cli.main(["mutants"]) == 130
     assert capsys.readouterr().err == "specgate mutants: interrupted\n"
 
