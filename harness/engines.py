@@ -31,7 +31,7 @@ from harness.graphs.factory import new_graph
 from harness.graphs.graph import GraphFactory
 from harness.graphs.target_verify_runner import TargetVerifyRunner
 from harness.kernels.registry import new_kernel
-from harness.subjects import Subject
+from harness.subjects import PagedSubject
 from harness.upstream.allocator import PagedAllocator, ReqToTokenPool
 from harness.upstream.forward_batch_info import ForwardMode, LogitsProcessorOutput
 from harness.upstream.memory_pool import KVPool, MHATokenToKVPool, MLATokenToKVPool
@@ -73,7 +73,7 @@ class EngineBuilder:
     def __init__(
         self,
         pair: Pair,
-        subject: Subject,
+        subject: PagedSubject,
         spec_config: SpecConfig | None,
         config: EngineConfig,
         graph: GraphFactory | None = None,

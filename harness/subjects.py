@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,37 +24,49 @@ from harness.attention.trtllm_mha import TRTLLMHAAttnBackend
 from harness.attention.trtllm_mla import TRTLLMMLABackend
 from harness.core.capability import CAPABILITIES, Capability, refusal
 from harness.core.case import Case, Execution, Family, Mode
+from harness.core.conventions import OURS, Conventions
 from harness.core.environment import compute_capability
 from harness.core.numerics import Numerics
 from harness.errors import UsageError, rejected
 from harness.graphs.draft_extend_runner import BaselineDraftExtendRunner, DraftExtendRunner
 from harness.kernels.registry import real_kernel
+from harness.upstream.base_attn_backend import AttentionBackend, MultiStepDraftBackend
 
 ALL_MODES = frozenset(Mode)
 GRAPH_MODES = ALL_MODES - {Mode.EXTEND, Mode.IDLE}
 
 
-@dataclass(frozen=True)
-class Subject:
+@dataclass(frozen=True, kw_only=True)
+class Subject(ABC):
     """One backend on one kernel.
 
     Args:
         name: "backend/kernel", as in test ids and reports.
         family: the attention family.
         kernel: name of the kernel's capability.
-        backend: serves every mode but the multi-step draft.
-        draft_backend: serves the multi-step draft.
         draft_extend_runner: captures both draft extends.
         modes: what this subject is run on; a baseline only where it differs.
+        conventions: of its backend.
     """
 
     name: str
     family: Family
     kernel: str
-    backend: type[PagedBackend]
-    draft_backend: type[PagedMultiStepDraftBackend]
     draft_extend_runner: type[DraftExtendRunner] = DraftExtendRunner
     modes: frozenset[Mode] = ALL_MODES
+    conventions: Conventions = OURS
+
+    @abstractmethod
+    def new_backend(self, case: Case, **pools: Any) -> AttentionBackend:
+        """The backend of every mode but the multi-step draft, on the pools of a case."""
+
+    @abstractmethod
+    def new_draft_backend(self, case: Case, **pools: Any) -> MultiStepDraftBackend:
+        """The backend of the multi-step draft, on the pools of a case."""
+
+    def adapted(self, case: Case) -> Case:
+        """The case in this subject's conventions."""
+        return case
 
     @property
     def is_baseline(self) -> bool:
@@ -83,15 +96,36 @@ class Subject:
         return refusal(case, self.capability, compute_capability(device))
 
 
+@dataclass(frozen=True, kw_only=True)
+class PagedSubject(Subject):
+    """A backend of ours.
+
+    Args:
+        backend: serves every mode but the multi-step draft.
+        draft_backend: serves the multi-step draft.
+    """
+
+    backend: type[PagedBackend]
+    draft_backend: type[PagedMultiStepDraftBackend]
+
+    def new_backend(self, case: Case, **pools: Any) -> PagedBackend:
+        """See ``Subject``."""
+        return self.backend(**pools)
+
+    def new_draft_backend(self, case: Case, **pools: Any) -> PagedMultiStepDraftBackend:
+        """See ``Subject``."""
+        return self.draft_backend(**pools)
+
+
 Kind = tuple[Family, type[PagedBackend], type[PagedMultiStepDraftBackend]]
 MHA_BACKENDS: Kind = (Family.MHA, TRTLLMHAAttnBackend, TRTLLMHAAttnMultiStepDraftBackend)
 MLA_BACKENDS: Kind = (Family.MLA, TRTLLMMLABackend, TRTLLMMLAMultiStepDraftBackend)
 
 
-def _subject(name: str, of: Kind, **changes: Any) -> Subject:
+def _subject(name: str, of: Kind, **changes: Any) -> PagedSubject:
     family, backend, draft_backend = of
     fields: dict[str, Any] = {"backend": backend, "draft_backend": draft_backend} | changes
-    return Subject(name=name, family=family, kernel=name.split("/")[1], **fields)
+    return PagedSubject(name=name, family=family, kernel=name.split("/")[1], **fields)
 
 
 SUBJECTS = {
@@ -138,7 +172,7 @@ SUBJECTS = {
 }
 
 
-def find_subject(name: str) -> Subject:
+def find_subject(name: str) -> PagedSubject:
     """The subject of that name.
 
     Raises:

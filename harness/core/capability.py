@@ -28,6 +28,7 @@ class Capability:
         needs_packed_mask: whether q_len > 1 needs an explicit packed causal mask (XQA does).
         casts_query_to_kv_dtype: whether an FP8 cache wants an FP8 query (trtllm-gen) or
             refuses one (XQA).
+        needs_packed_query: whether it ignores the strides of its query.
         block_table_multiple: block-table widths must be a multiple of
             ``block_table_multiple / page_size`` (trtllm-gen MLA: 128); 1 for no rule.
         compute_capabilities: (major, minor) of the GPUs it runs on, empty for any device.
@@ -49,6 +50,7 @@ class Capability:
     sinks: bool = True
     needs_packed_mask: bool = False
     casts_query_to_kv_dtype: bool = False
+    needs_packed_query: bool = True
     block_table_multiple: int = 1
     compute_capabilities: frozenset[tuple[int, int]] = frozenset()
     numerics: Numerics = PLAIN
@@ -97,9 +99,11 @@ TRTLLM_GEN_MHA = Capability(
     dtypes=HALF,
     kv_dtypes=HALF_KV,
     casts_query_to_kv_dtype=True,
+    needs_packed_query=False,
     compute_capabilities=BLACKWELL,
     numerics=Numerics(rounds_query=ANY_MODE),
-    source="flashinfer 0.6.12, flashinfer/decode.py trtllm_batch_decode_with_kv_cache",
+    source="flashinfer 0.6.12, flashinfer/decode.py trtllm_batch_decode_with_kv_cache; the query's "
+    "strides are handed on in csrc/trtllm_fmha_kernel_launcher.cu",
 )
 TRTLLM_GEN_MLA = Capability(
     name="trtllm_gen",

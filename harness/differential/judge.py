@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from harness.core.case import Case, Execution, Family, Mode
+from harness.core.conventions import OURS, Conventions
 from harness.core.numerics import Numerics
 from harness.core.record import Verdict
 from harness.core.tolerance import budget, tie_margin
@@ -30,6 +31,7 @@ def judge(
     execution: Execution,
     numerics: Numerics,
     workspaces: Sequence[Workspace],
+    conventions: Conventions = OURS,
 ) -> list[Comparison]:
     """Every comparison of a forward, invariants first: they name the cause.
 
@@ -38,13 +40,14 @@ def judge(
         execution: how it ran.
         numerics: of its kernel.
         workspaces: of its kernel; their semaphores must be clean.
+        conventions: of its backend.
     """
     inputs, case, batch = result.inputs, result.inputs.case, result.inputs.tested
     fed = None
     if isinstance(result.output, DraftOutput):
         fed = result.output.draft_tokens[:, :-1]
     expected = expect(inputs, fed_tokens=fed, numerics=numerics)
-    violations = [*check_semaphores(workspaces), *_violations(result, execution)]
+    violations = [*check_semaphores(workspaces), *_violations(result, execution, conventions)]
     comparisons = [_broken(line) for line in violations]
     comparisons += _numbers(result, expected, numerics.budget_factor)
     comparisons += _cache(result.pool_state, expected)
@@ -109,12 +112,12 @@ def _cache(pool_state: PoolState, expected: Expected) -> Iterable[Comparison]:
             )
 
 
-def _violations(result: ForwardResult, execution: Execution) -> list[str]:
+def _violations(result: ForwardResult, execution: Execution, conventions: Conventions) -> list[str]:
     """Broken invariants of the execution, of the written slots, and of the metadata."""
     lines = [*result.violations, *_wrong_writes(result)]
     if result.inputs.case.mode is not Mode.IDLE:
         for step in range(len(result.plans)):
-            lines += _wrong_metadata(result, step, execution)
+            lines += _wrong_metadata(result, step, execution, conventions)
     return lines
 
 
@@ -129,12 +132,15 @@ def _wrong_writes(result: ForwardResult) -> list[str]:
     return check_writes(result.before, after, written, page_size)
 
 
-def _wrong_metadata(result: ForwardResult, step: int, execution: Execution) -> list[str]:
+def _wrong_metadata(
+    result: ForwardResult, step: int, execution: Execution, conventions: Conventions
+) -> list[str]:
     inputs, case, bucket = result.inputs, result.inputs.case, result.bucket
     pages = [list(own) for own in inputs.tested.pages]
     mapping = inputs.swa_page_of
     prefix_lens, q_lens = planned_lens(case, step, bucket, execution)
     is_replayed_draft = case.mode is Mode.MULTI_STEP_DRAFT and execution is Execution.GRAPH
+    shares_table = conventions.shares_draft_table and is_replayed_draft
     is_ragged = case.mode is Mode.DRAFT_EXTEND
     return check_metadata(
         result.plans[step],
@@ -145,8 +151,9 @@ def _wrong_metadata(result: ForwardResult, step: int, execution: Execution) -> l
         num_pages=inputs.num_pages,
         swa_pages=None if mapping is None else [[mapping[p] for p in own] for own in pages],
         num_swa_pages=inputs.num_swa_pages,
-        table_headroom=len(result.plans) - 1 - step if is_replayed_draft else 0,
+        table_headroom=len(result.plans) - 1 - step if shares_table else 0,
         packed_q_lens=[*case.q_lens, *[1] * (bucket - case.bs)] if is_ragged else None,
+        conventions=conventions,
     )
 
 

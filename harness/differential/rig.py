@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from harness.attention.multi_step_draft import PagedMultiStepDraftBackend
-from harness.attention.paged_backend import PagedBackend
 from harness.core.case import Case, Mode
 from harness.differential.forward_batches import FORWARD_MODES, make_batch
 from harness.differential.input_types import BatchInputs
@@ -25,6 +23,7 @@ from harness.graphs.target_verify_runner import TargetVerifyRunner
 from harness.kernels.interface import Kernel
 from harness.kernels.registry import new_kernel
 from harness.subjects import Subject
+from harness.upstream.base_attn_backend import AttentionBackend, MultiStepDraftBackend
 from harness.upstream.forward_batch_info import DraftOutput, ForwardBatch, LogitsProcessorOutput
 
 ForwardOutput = LogitsProcessorOutput | DraftOutput
@@ -46,7 +45,7 @@ class Rig:
     subject: Subject
     pool_state: PoolState
     kernel: Kernel
-    backend: PagedBackend | PagedMultiStepDraftBackend
+    backend: AttentionBackend | MultiStepDraftBackend
     forward: Forward
 
     @property
@@ -66,9 +65,9 @@ class Rig:
         )
 
     @property
-    def planners(self) -> list[PagedBackend]:
+    def planners(self) -> list[AttentionBackend]:
         """The backends that plan: one, or one per draft step."""
-        if isinstance(self.backend, PagedBackend):
+        if isinstance(self.backend, AttentionBackend):
             return [self.backend]
         return list(self.backend.attn_backends)
 
@@ -107,9 +106,9 @@ def build(subject: Subject, pool_state: PoolState) -> Rig:
         "device": device,
     }
     if case.mode is Mode.MULTI_STEP_DRAFT:
-        steps = subject.draft_backend(**pools)
+        steps = subject.new_draft_backend(case, **pools)
         return Rig(subject, pool_state, kernel, steps, multi_step_draft(model, steps))
-    backend = subject.backend(**pools)
+    backend = subject.new_backend(case, **pools)
 
     def forward(batch: ForwardBatch) -> LogitsProcessorOutput:
         served = batch.with_changes(attn_backend=backend)

@@ -39,10 +39,17 @@ def run_trial(
     reason = subject.refusal(case, execution, device)
     if reason is not None:
         return _record(case, subject, execution, device, Verdict.REFUSED, reason)
+    case = subject.adapted(case)
     try:
         inputs = make_trial_inputs(case, *(decoys(case) if execution is Execution.GRAPH else ()))
         result = run_forward(subject, inputs, execution, device)
-        comparisons = judge(result, execution, subject.numerics(device), shared_workspaces())
+        comparisons = judge(
+            result,
+            execution,
+            subject.numerics(device),
+            shared_workspaces(),
+            subject.conventions,
+        )
         bad = [comparison for comparison in comparisons if not comparison.passed]
         lines = [comparison.message for comparison in bad[:3]]
         if bad and (bad[0].quantity, bad[0].verdict) in UNEXPLAINED:

@@ -24,6 +24,7 @@ from harness.graphs.host_syncs import (
     storage_key,
     tensors_in,
 )
+from harness.graphs.triton_launches import Launch, launches_seen
 
 INTERNAL_FILES.add(__file__)
 SYNCHRONISED = "called a synchronizing CUDA operation"
@@ -108,7 +109,11 @@ def observe(device: torch.device | str = "cpu") -> Iterator[Effects]:
 @contextmanager
 def _on_cpu(effects: Effects) -> Iterator[None]:
     calls = HostSyncCalls(lambda name: effects.host_syncs.append(f"{name} at {caller_line()}"))
-    with calls, _Observer(effects, calls):
+
+    def launched(launch: Launch) -> None:
+        effects.operations[f"triton::{launch.name}"] += 1
+
+    with calls, _Observer(effects, calls), launches_seen(launched):
         yield
 
 

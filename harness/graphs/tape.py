@@ -24,6 +24,7 @@ from harness.graphs.host_syncs import (
     storage_key,
     tensors_in,
 )
+from harness.graphs.triton_launches import Launch, launches_seen
 
 TapeStep = tuple[Any, tuple[Any, ...], dict[str, Any], tuple[torch.Tensor | None, ...]]
 INTERNAL_FILES.add(__file__)
@@ -73,7 +74,7 @@ class Tape:
         if self._captured:
             raise ContractError("a graph is captured once; make another one")
         recorder = _Recorder()
-        with torch.no_grad(), recorder.calls, recorder:
+        with torch.no_grad(), recorder.calls, recorder, launches_seen(recorder.launch):
             result = run()
         self.operations, self._steps = recorder.operations, recorder.steps
         self._uninitialised, self._inputs = recorder.uninitialised, recorder.inputs
@@ -141,6 +142,13 @@ class _Recorder(DispatchMode):
             self.operations[str(func)] += 1
             self.steps.append((func, *frozen, kept if any(t is not None for t in kept) else ()))
         return result
+
+    def launch(self, launch: Launch) -> None:
+        """Record a launch of Triton's interpreter."""
+        for tensor in launch.tensors:
+            self._enter(launch.name, tensor)
+        self.operations[f"triton::{launch.name}"] += 1
+        self.steps.append((launch.run, (), {}, ()))
 
     def _enter(self, func: Any, tensor: torch.Tensor) -> None:
         if id(tensor) not in self._seen:

@@ -33,14 +33,14 @@ def _lengths(paged: PagedKeys, query_lens: torch.Tensor) -> Iterator[ShapeCheck]
     causal = bool((paged.seq_lens >= query_lens).all())
     yield causal, "seq_lens", shown, f"at least the queries, {query_lens.tolist()}"
     longest, width = max(shown), paged.block_tables.shape[1]
+    capacity = width * paged.page_size
+    yield longest <= capacity, "seq_lens", shown, f"<= {capacity}, the block table's width"
     yield (
         longest <= paged.max_seq_len,
         "max_seq_len",
         paged.max_seq_len,
         f">= {longest}, the longest",
     )
-    capacity = width * paged.page_size
-    yield longest <= capacity, "seq_lens", shown, f"<= {capacity}, the block table's width"
     live = paged.block_tables[paged.live_columns(width)].tolist()
     last = paged.caches[0].shape[0] - 1
     extremes = (min(live, default=0), max(live, default=0))

@@ -24,6 +24,7 @@ class AttentionBackend(ABC):
     """
 
     needs_cpu_seq_lens: bool = True
+    forward_metadata: Any
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Plan an eager forward."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from harness.core.conventions import OURS, Conventions
 from harness.differential.invariants.classes import GEOMETRY, INDEX_SPACE, LENGTHS, PADDING
 
 
@@ -23,6 +24,7 @@ def check_metadata(
     num_swa_pages: int = 0,
     packed_q_lens: Sequence[int] | None = None,
     table_headroom: int = 0,
+    conventions: Conventions = OURS,
 ) -> list[str]:
     """Violations in the metadata of one planned forward.
 
@@ -40,21 +42,31 @@ def check_metadata(
         packed_q_lens: query tokens of every row as they are packed, where the kernel sees them
             padded to the longest; ``q_lens`` by default.
         table_headroom: keys beyond its own whose pages the table holds for a later phase.
+        conventions: of the backend that planned.
     """
+    lacks = conventions.lacks
     kv_lens = [p + q for p, q in zip(prefix_lens, q_lens, strict=True)]
-    found = _lengths(metadata, "cache_seqlens_int32", kv_lens)
     packed = q_lens if packed_q_lens is None else packed_q_lens
-    for name, lens in (("cu_seqlens_q", packed), ("cu_seqlens_k", kv_lens)):
-        found += _lengths(metadata, name, list(accumulate(lens, initial=0)))
+    expected = {
+        "cache_seqlens_int32": kv_lens,
+        "cu_seqlens_q": list(accumulate(packed, initial=0)),
+        "cu_seqlens_k": list(accumulate(kv_lens, initial=0)),
+    }
+    found = []
+    for name, lens in expected.items():
+        found += [] if name in lacks else _lengths(metadata, name, lens)
     live = [-(-(n + table_headroom) // page_size) for n in kv_lens]
-    found += _table(metadata, "page_table", pages, live, num_pages)
+    zero_tail = conventions.zero_table_tail
+    found += _table(metadata, "page_table", pages, live, num_pages, zero_tail)
     if swa_pages is not None:
-        found += _table(metadata, "swa_page_table", swa_pages, live, num_swa_pages)
+        found += _table(metadata, "swa_page_table", swa_pages, live, num_swa_pages, zero_tail)
     elif getattr(metadata, "swa_page_table", None) is not None:
         found.append(f"swa_page_table is there, expected none [{INDEX_SPACE}]")
     longest = getattr(metadata, "max_seq_len_q", None)
     if longest is None:
         longest = getattr(getattr(metadata, "geometry", None), "max_q_len", None)
+    if "max_seq_len_q" in lacks:
+        return found
     if longest is None or longest < max(q_lens, default=0):
         need = max(q_lens, default=0)
         found.append(f"max_seq_len_q = {longest}, expected at least {need} [{GEOMETRY}]")
@@ -84,7 +96,12 @@ def _lengths(metadata: Any, name: str, expected: list[int]) -> list[str]:
 
 
 def _table(
-    metadata: Any, name: str, pages: Sequence[Sequence[int]], live: list[int], num_pages: int
+    metadata: Any,
+    name: str,
+    pages: Sequence[Sequence[int]],
+    live: list[int],
+    num_pages: int,
+    zero_tail: bool,
 ) -> list[str]:
     tensor, found = _int32(metadata, name)
     if tensor is None:
@@ -94,13 +111,14 @@ def _table(
         shapes = f"shape {list(tensor.shape)}, expected [{len(live)}, >= {max(live, default=0)}]"
         return [*found, f"{name} has {shapes} [{INDEX_SPACE}]"]
     for r, (row, count) in enumerate(zip(tensor.tolist(), live, strict=True)):
-        outside = [page for page in row if not 0 <= page < num_pages]
+        named = row if zero_tail else row[:count]
+        outside = [page for page in named if not 0 <= page < num_pages]
         if outside:
             found.append(f"{name}[{r}] names page {outside[0]} of {num_pages} [{INDEX_SPACE}]")
         elif r < len(pages) and row[:count] != list(pages[r][:count]):
             own = f"{row[:count]}, expected {list(pages[r][:count])}"
             found.append(f"{name}[{r}] has live pages {own} [{INDEX_SPACE}]")
-        elif r < len(pages) and any(row[count:]):
+        elif zero_tail and r < len(pages) and any(row[count:]):
             dead = f"{row[count:]} after {count} live pages, expected zeros"
             found.append(f"{name}[{r}] has {dead} [{PADDING}]")
     return found

@@ -1,0 +1,27 @@
+"""Conventions: what differs from backend to backend and is a defect of none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conventions:
+    """How a backend's authors agreed on what a kernel never sees.
+
+    Args:
+        zero_table_tail: whether a page table holds zeros after a request's live pages; otherwise
+            whatever was there, which no kernel reads.
+        shares_draft_table: whether the first step's page table of a captured draft serves the later
+            ones, too, and so holds their pages already.
+        lacks: fields of the metadata that it does not have because its kernels take none.
+        scales_mla_cache: whether MLA's latent is divided by k_scale before it is cached.
+    """
+
+    zero_table_tail: bool = True
+    shares_draft_table: bool = True
+    lacks: frozenset[str] = frozenset()
+    scales_mla_cache: bool = True
+
+
+OURS = Conventions()

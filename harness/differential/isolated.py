@@ -1,0 +1,103 @@
+"""Trials in processes of their own, for subjects whose code may overrun memory or never return.
+
+A fork of this process runs one trial after another. A trial that kills it costs that trial alone,
+and its record names the signal; a red one is run again in a new fork, so that nothing an earlier
+trial left behind decides a verdict.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from harness.core.case import Case, Execution
+from harness.core.record import Record, Verdict
+from harness.differential.trial import run_trial, untried
+from harness.subjects import Subject
+
+PATIENCE_S = 300.0
+Trial = tuple[Case, Subject, Execution]
+
+
+class TrialProcess:
+    """Runs trials in forks of this process, which has imported what they need.
+
+    Args:
+        run: what a fork does with a trial.
+        patience_s: seconds after which a trial is given up.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Case, Subject, Execution], Record] = run_trial,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._run = run
+        self._patience_s = patience_s
+        self._context: Any = multiprocessing.get_context("fork")
+        self._fork: Any = None
+        self._pipe: Connection | None = None
+        self._ran = 0
+
+    def run(self, case: Case, subject: Subject, execution: Execution) -> Record:
+        """The record of one trial."""
+        record = self._ask((case, subject, execution))
+        if record.verdict.is_red and self._ran > 1:
+            self.close()
+            record = self._ask((case, subject, execution))
+        return record
+
+    def close(self) -> None:
+        """End the fork, if there is one."""
+        if self._fork is not None:
+            self._fork.kill()
+            self._fork.join()
+            self._fork = None
+
+    def _ask(self, trial: Trial) -> Record:
+        if self._fork is None:
+            self._start()
+        assert self._pipe is not None
+        self._ran += 1
+        self._pipe.send(trial)
+        if not self._pipe.poll(self._patience_s):
+            self.close()
+            return _failed(trial, f"no answer within {self._patience_s:g} s")
+        try:
+            record: Record = self._pipe.recv()
+        except EOFError:
+            self._fork.join()
+            code, self._fork = self._fork.exitcode, None
+            return _failed(trial, f"the process ended by {_ending(code)}")
+        return record
+
+    def _start(self) -> None:
+        self._pipe, theirs = self._context.Pipe()
+        gc.freeze()
+        self._fork = self._context.Process(target=_serve, args=(theirs, self._run), daemon=True)
+        self._fork.start()
+        theirs.close()
+        self._ran = 0
+
+
+def _serve(pipe: Connection, run: Callable[[Case, Subject, Execution], Record]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever forked ends us
+    while True:
+        try:
+            trial = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(run(*trial))
+
+
+def _ending(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def _failed(trial: Trial, message: str) -> Record:
+    return replace(untried(*trial), verdict=Verdict.ERROR, message=message)

@@ -1,0 +1,127 @@
+"""Launches of Triton's interpreter: seen by tapes and observers, and checked for stray pointers.
+
+On a CPU a Triton kernel runs as Python over raw pointers, which no dispatched operation shows. A
+launch that reads or writes outside of the memory it was given would corrupt the process; here it
+raises, naming the kernel and the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from harness.errors import ContractError
+from harness.graphs.host_syncs import tensors_in
+
+Observer = Callable[["Launch"], None]
+_observers: list[Observer] = []
+_memory: list[Launch] = []
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of an interpreted kernel.
+
+    Args:
+        name: of the kernel.
+        execute: the interpreter's own launch.
+        args: of the launch.
+        kwargs: likewise.
+    """
+
+    name: str
+    execute: Callable[..., None]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor it was given."""
+        return list(tensors_in((tuple(self.args), tuple(self.kwargs.values()))))
+
+    def run(self) -> None:
+        """Run it, unseen by modes of torch.
+
+        Raises:
+            ContractError: it read or wrote outside of its tensors' memory.
+        """
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            _memory.append(self)
+            try:
+                self.execute(*self.args, **self.kwargs)
+            except Exception as error:
+                raise ContractError(f"{self.name}: {error.__cause__ or error}") from error
+            finally:
+                _memory.pop()
+
+
+@contextmanager
+def launches_seen(observer: Observer) -> Iterator[None]:
+    """Inside, ``observer`` is told of every launch, after it ran."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def watch_interpreter() -> None:
+    """Route every launch of Triton's interpreter through ``Launch``; once per process."""
+    from triton.runtime import interpreter
+
+    executor, builder = interpreter.GridExecutor, interpreter.interpreter_builder
+    original = executor.__call__
+    if getattr(original, "is_watched", False):
+        return
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        made = Launch(self.fn.__name__, lambda *a, **k: original(self, *a, **k), args, kwargs)
+        made.run()
+        for observer in tuple(_observers):
+            observer(made)
+
+    launch.is_watched = True  # type: ignore[attr-defined]
+    executor.__call__ = launch
+    # It copies whole storages to the host and back, which on a CPU are the same memory.
+    executor._init_args_hst = lambda self, args, kwargs: (list(args), dict(kwargs))
+    executor._restore_args_dev = lambda *_: None
+    for access in ("load", "store"):
+        _check_pointers(builder, access)
+
+
+def _check_pointers(builder: Any, access: str) -> None:
+    original = getattr(builder, f"create_masked_{access}")
+    mask_at = 1 if access == "load" else 2
+
+    def checked(pointers: Any, *args: Any, **kwargs: Any) -> Any:
+        mask = args[mask_at - 1].data
+        size = pointers.dtype.element_ty.primitive_bitwidth // 8
+        if _memory:
+            _refuse_stray(_memory[-1], access, pointers.data[mask], max(size, 1))
+        return original(pointers, *args, **kwargs)
+
+    setattr(builder, f"create_masked_{access}", checked)
+
+
+def _refuse_stray(launch: Launch, access: str, addresses: Any, size: int) -> None:
+    if not addresses.size:
+        return
+    inside = np.zeros(addresses.shape, dtype=bool)
+    spans = []
+    for tensor in launch.tensors:
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        spans.append((start, start + storage.nbytes(), tensor))
+        inside |= (addresses >= start) & (addresses + size <= start + storage.nbytes())
+    if not inside.all():
+        stray = int(addresses[~inside].min())
+        before = [span for span in spans if span[0] <= stray]
+        _, end, nearest = max(before, key=lambda span: span[0]) if before else spans[0]
+        shape = f"{str(nearest.dtype).removeprefix('torch.')}{list(nearest.shape)}"
+        raise ContractError(f"{access}s {stray + size - end} bytes past the end of {shape}")

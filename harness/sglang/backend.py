@@ -1,0 +1,268 @@
+"""Backends of sglang behind our interface."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from harness.core.case import Case
+from harness.kernels.interface import Kernel
+from harness.sglang.batches import new_batch, new_layer, served_batch, with_host_lens
+from harness.sglang.context import publish
+from harness.sglang.model_runner import new_model_runner
+from harness.sglang.patches import WithoutCUDA
+from harness.sglang.process import load
+from harness.sglang.stubs.flashinfer import served_by
+from harness.upstream.base_attn_backend import AttentionBackend, MultiStepDraftBackend
+from harness.upstream.forward_batch_info import ForwardBatch
+from harness.upstream.radix_attention import RadixAttention
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Where SGLang keeps one backend.
+
+    Args:
+        name: the value of ``--attention-backend``.
+        module: below ``sglang.``.
+        backend: the class that serves every mode but the multi-step draft.
+        draft_backend: the class that serves the multi-step draft.
+    """
+
+    name: str
+    module: str
+    backend: str
+    draft_backend: str
+
+
+TRTLLM_MHA = Classes(
+    "trtllm_mha",
+    "srt.layers.attention.trtllm_mha_backend",
+    "TRTLLMHAAttnBackend",
+    "TRTLLMHAAttnMultiStepDraftBackend",
+)
+TRTLLM_MLA = Classes(
+    "trtllm_mla",
+    "srt.layers.attention.trtllm_mla_backend",
+    "TRTLLMMLABackend",
+    "TRTLLMMLAMultiStepDraftBackend",
+)
+
+
+@dataclass
+class Plan:
+    """The metadata of one forward by our names; None where sglang's has no such field."""
+
+    cache_seqlens_int32: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+    swa_page_table: torch.Tensor | None = None
+    max_seq_len_q: int | None = None
+
+
+def plan_of(backend: Any) -> Plan | None:
+    """What a backend planned last."""
+    decode = getattr(backend, "forward_decode_metadata", None)
+    if decode is not None:
+        return Plan(
+            cache_seqlens_int32=decode.seq_lens_k,
+            cu_seqlens_q=decode.cu_seqlens_q,
+            page_table=decode.block_kv_indices,
+            max_seq_len_q=decode.max_seq_len_q,
+        )
+    metadata = getattr(backend, "forward_metadata", None)
+    if metadata is None or not hasattr(metadata, "cache_seqlens_int32"):
+        return None
+    return Plan(**{name: getattr(metadata, name, None) for name in Plan.__dataclass_fields__})
+
+
+class SGLangBackend(AttentionBackend):
+    """One backend object of sglang.
+
+    Args:
+        theirs: the object.
+        runner: the stand-in of its model runner.
+        kernel: serves what it calls.
+        parent: the multi-step draft it is a step of.
+    """
+
+    def __init__(
+        self, theirs: Any, runner: Any, kernel: Kernel, parent: SGLangDraftBackend | None = None
+    ) -> None:
+        self.theirs, self.runner, self.kernel, self.parent = theirs, runner, kernel, parent
+        self.needs_cpu_seq_lens = theirs.needs_cpu_seq_lens
+        self.planned: Any = None
+        self._layers: dict[int, Any] = {}
+
+    @property
+    def forward_metadata(self) -> Plan | None:
+        """What was planned last."""
+        return plan_of(self.theirs)
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        """Plan an eager forward."""
+        self.planned = new_batch(batch, self.runner, batch.out_cache_loc)
+        if batch.batch_size:
+            with WithoutCUDA():
+                self.theirs.init_forward_metadata(self.planned)
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        """The host side of planning."""
+        if in_capture:
+            batch = with_host_lens(batch, self.get_cuda_graph_seq_len_fill_value())
+        self.planned = new_batch(batch, self.runner, batch.out_cache_loc)
+        with WithoutCUDA():
+            self.theirs.init_forward_metadata_out_graph(self.planned, in_capture=in_capture)
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        """The device side of planning, recorded."""
+        with WithoutCUDA():
+            self.theirs.init_forward_metadata_in_graph(self.planned)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate what graphs read."""
+        with WithoutCUDA():
+            self.theirs.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """seq_lens of a padded row."""
+        return int(self.theirs.get_cuda_graph_seq_len_fill_value())
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        """Undo what the warm-up changed."""
+        self.theirs.on_after_cuda_graph_warmup()
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attention of one layer, as ``RadixAttention.forward`` calls it."""
+        planned = self.planned if self.parent is None else self.parent.planned
+        served = served_batch(planned, batch)
+        theirs = self._layers.get(layer.layer_id)
+        if theirs is None:
+            theirs = self._layers[layer.layer_id] = new_layer(layer)
+        if layer.sinks is not None:
+            kwargs["sinks"] = layer.sinks
+        with served_by(self.kernel), WithoutCUDA():
+            out: torch.Tensor = self.theirs.forward(
+                q if "q_rope" in kwargs else q.flatten(1),
+                k,
+                v,
+                theirs,
+                served,
+                save_kv_cache=save_kv_cache,
+                **kwargs,
+            )
+        return out
+
+    def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Never called: ``forward`` hands everything on."""
+        raise NotImplementedError
+
+    forward_extend = forward_decode
+
+
+class SGLangDraftBackend(MultiStepDraftBackend):
+    """The multi-step draft backend of sglang."""
+
+    def __init__(self, theirs: Any, runner: Any, kernel: Kernel, num_steps: int) -> None:
+        self.theirs, self.runner, self.kernel = theirs, runner, kernel
+        self.needs_cpu_seq_lens = theirs.needs_cpu_seq_lens
+        self.topk, self.speculative_num_steps = 1, num_steps
+        steps = theirs.attn_backends[: num_steps - 1]
+        self.attn_backends = [SGLangBackend(step, runner, kernel, self) for step in steps]
+        self.planned: Any = None
+        self._locations: dict[int, torch.Tensor] = {}
+
+    def _plan(self, batch: ForwardBatch, *, static: bool) -> None:
+        """Hand over write locations request after request, one more than steps write."""
+        steps, bs = self.speculative_num_steps, batch.batch_size
+        given = batch.out_cache_loc.view(steps - 1, bs)
+        window = self._locations.get(bs) if static else None
+        if window is None:
+            window = given.new_zeros(bs * steps)
+            if static:
+                self._locations[bs] = window
+        window.view(bs, steps)[:, :-1].copy_(given.t())
+        self.planned = new_batch(batch, self.runner, window)
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        """Plan every step of an eager draft."""
+        self._plan(batch, static=False)
+        with WithoutCUDA():
+            self.theirs.init_forward_metadata(self.planned)
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        """The host side of planning every step."""
+        if in_capture:
+            batch = with_host_lens(batch, self.get_cuda_graph_seq_len_fill_value())
+        self._plan(batch, static=True)
+        with WithoutCUDA():
+            self.theirs.init_forward_metadata_out_graph(self.planned, in_capture=in_capture)
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        """The device side of planning every step, recorded."""
+        with WithoutCUDA():
+            self.theirs.init_forward_metadata_in_graph(self.planned)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate what graphs read."""
+        with WithoutCUDA():
+            self.theirs.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """seq_lens of a padded row."""
+        return int(self.theirs.attn_backends[0].get_cuda_graph_seq_len_fill_value())
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        """Undo what the warm-up changed."""
+        hook = getattr(self.theirs, "on_after_cuda_graph_warmup", None)
+        if hook is not None:
+            hook()
+
+
+def new_backend(
+    classes: Classes, *, case: Case, kernel: Kernel, device: torch.device | str, **pools: Any
+) -> SGLangBackend:
+    """The backend of every mode but the multi-step draft, real but for its model runner."""
+    runner = _runner(classes, case, kernel, device, pools)
+    with WithoutCUDA():
+        theirs = getattr(load(classes.module), classes.backend)(runner)
+    return SGLangBackend(theirs, runner, kernel)
+
+
+def new_draft_backend(
+    classes: Classes, *, case: Case, kernel: Kernel, device: torch.device | str, **pools: Any
+) -> SGLangDraftBackend:
+    """The backend of the multi-step draft, real but for its model runner."""
+    runner = _runner(classes, case, kernel, device, pools)
+    with WithoutCUDA():
+        theirs = getattr(load(classes.module), classes.draft_backend)(runner, 1, case.num_steps)
+    return SGLangDraftBackend(theirs, runner, kernel, case.num_steps)
+
+
+def _runner(
+    classes: Classes, case: Case, kernel: Kernel, device: torch.device | str, pools: dict[str, Any]
+) -> Any:
+    return new_model_runner(
+        case,
+        backend=classes.name,
+        server_args=publish(case, classes.name, kernel.capability.name),
+        req_to_token_pool=pools["req_to_token_pool"],
+        token_to_kv_pool=pools["token_to_kv_pool"],
+        device=device,
+    )

@@ -1,0 +1,118 @@
+"""Functions of sglang that need CUDA, and what a CPU runs in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from harness.graphs.host_syncs import INTERNAL_FILES
+
+INTERNAL_FILES.add(__file__)
+FP8 = torch.float8_e4m3fn
+
+
+def quantize(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """``x / scale`` in FP8, saturating."""
+    limit = torch.finfo(FP8).max
+    scaled = x.float() if scale is None else x.float() / scale.float()
+    return scaled.clamp(-limit, limit).to(FP8)
+
+
+def fused_fp8_qkv_kv_cache(
+    q: torch.Tensor | None,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cache_loc: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Write k and v [T, …] in FP8 to slots cache_loc [T]; the query in FP8 [T, …], unscaled."""
+    for cache, rows, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
+        flat = rows.reshape(len(rows), -1)
+        cache.view(-1, flat.shape[1])[cache_loc] = quantize(flat, scale)
+    return None if q is None else quantize(q.reshape(len(q), -1), None)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One function that is replaced.
+
+    Args:
+        name: of the function.
+        modules: below ``sglang.``, where releases keep it; the first that exists.
+        replacement: of the same signature.
+        reason: why the real one cannot run.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    replacement: Callable[..., Any]
+    reason: str
+
+
+_MLA = "srt.layers.attention.trtllm_mla_backend"
+PATCHES = (
+    Patch(
+        "fused_fp8_qkv_kv_cache",
+        ("kernels.ops.kvcache.fused_fp8_qkv_kv_cache", "jit_kernel.fused_fp8_qkv_kv_cache"),
+        fused_fp8_qkv_kv_cache,
+        "a CUDA kernel compiled at its first call",
+    ),
+    Patch("_jit_fixup_module", (_MLA,), lambda dtype: None, "compiles a CUDA kernel"),
+    Patch(
+        "can_use_set_mla_kv_concat_q",
+        (_MLA,),
+        lambda *_: False,
+        "a CUDA kernel; without it the pool writes and torch concatenates",
+    ),
+    Patch(
+        "can_use_set_mla_kv_concat_q_fp8",
+        (_MLA,),
+        lambda *_: False,
+        "a CUDA kernel; without it the pool writes and torch concatenates",
+    ),
+)
+
+
+def apply_patches() -> None:
+    """Replace what this release has of ``PATCHES``."""
+    for patch in PATCHES:
+        for name in patch.modules:
+            try:
+                module = import_module(f"sglang.{name}")
+            except ModuleNotFoundError:
+                continue
+            if hasattr(module, patch.name):
+                setattr(module, patch.name, patch.replacement)
+    _allow_triton()
+
+
+def _allow_triton() -> None:
+    """The CPU platform says that it has no Triton; the interpreter is one."""
+    try:
+        platform = import_module("sglang.srt.platforms").current_platform
+    except (ModuleNotFoundError, AttributeError):
+        return
+    capabilities = getattr(platform, "capabilities", None)
+    if capabilities is not None and not capabilities.supports_triton:
+        replaced = import_module("msgspec").structs.replace
+        type(platform).capabilities = replaced(capabilities, supports_triton=True)
+
+
+class WithoutCUDA(TorchFunctionMode):
+    """Memory that is asked for on CUDA or pinned is the CPU's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func`` with both requests taken out."""
+        kwargs = dict(kwargs or {})
+        kwargs.pop("pin_memory", None)
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)

@@ -1,0 +1,116 @@
+"""Subjects of sglang: backends of a release or a checkout, on each kernel that serves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.core.case import Case, Execution, Family, Mode
+from harness.core.conventions import Conventions
+from harness.core.numerics import Numerics
+from harness.sglang.backend import (
+    TRTLLM_MHA,
+    TRTLLM_MLA,
+    Classes,
+    SGLangBackend,
+    SGLangDraftBackend,
+    new_backend,
+    new_draft_backend,
+)
+from harness.sglang.process import activate
+from harness.sglang.releases import Release
+from harness.subjects import Subject
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGLangSubject(Subject):
+    """A backend of a release of sglang on one kernel.
+
+    Args:
+        release: whose files run.
+        classes: where it keeps the backend.
+        source: the folder of a checkout's ``sglang/``; the release's wheel if None.
+    """
+
+    release: Release
+    classes: Classes
+    source: Path | None = None
+
+    def new_backend(self, case: Case, **pools: Any) -> SGLangBackend:
+        """Raises UsageError where the release is not installed."""
+        activate(self.release, self.source)
+        return new_backend(self.classes, case=case, **pools)
+
+    def new_draft_backend(self, case: Case, **pools: Any) -> SGLangDraftBackend:
+        """Raises UsageError where the release is not installed."""
+        activate(self.release, self.source)
+        return new_draft_backend(self.classes, case=case, **pools)
+
+    def adapted(self, case: Case) -> Case:
+        """Without a k_scale where the pool of this backend does not divide by one."""
+        scaled = self.conventions.scales_mla_cache or self.family is Family.MHA
+        return case if scaled else replace(case, k_scale=1.0, v_scale=1.0)
+
+    def numerics(self, device: torch.device | str) -> Numerics:
+        """As of the kernel; prefill on SM90 is fmha_v2's, which takes its query in FP8."""
+        plain = super().numerics(device)
+        context = frozenset({Mode.EXTEND, Mode.DRAFT_EXTEND})
+        return replace(plain, rounds_query=plain.rounds_query | context)
+
+    def refusal(
+        self, case: Case, execution: Execution, device: torch.device | str = "cpu"
+    ) -> str | None:
+        """Why the release or its kernel does not run this case."""
+        if case.mode is Mode.DRAFT_EXTEND and not self.release.has_draft_extend_v1:
+            return f"sglang {self.release.version} has no ForwardMode.DRAFT_EXTEND"
+        for holds, reason in NOT_PRODUCED.items():
+            if holds(case):
+                return reason
+        return super().refusal(case, execution, device)
+
+
+NOT_PRODUCED: dict[Callable[[Case], bool], str] = {
+    lambda case: case.padded_rows > 0: (
+        "DP padding is done by sglang's worker, which plans again or truncates; not at this seam"
+    ),
+    lambda case: case.mode is Mode.MULTI_STEP_DRAFT and case.window_left >= 0: (
+        "sglang makes no multi-step draft backend for a draft model with a window: its parent "
+        "asserts num_wrappers == 1"
+    ),
+    lambda case: case.family is Family.MLA and case.mode is Mode.EXTEND: (
+        "MLA prefill runs on FlashInfer's ragged and MLA wrappers, which have no stand-in yet"
+    ),
+}
+
+MHA_CONVENTIONS = Conventions(zero_table_tail=False, shares_draft_table=False)
+MLA_CONVENTIONS = Conventions(
+    zero_table_tail=False,
+    shares_draft_table=False,
+    scales_mla_cache=False,
+    lacks=frozenset({"cu_seqlens_q", "cu_seqlens_k", "max_seq_len_q"}),
+)
+
+
+def sglang_subjects(release: Release, source: Path | None = None) -> tuple[SGLangSubject, ...]:
+    """Every backend of a release on every kernel that serves it."""
+    label = "source" if source else release.version
+    return tuple(
+        SGLangSubject(
+            name=f"sglang-{label}/{classes.name}/{kernel}",
+            family=family,
+            kernel=kernel,
+            conventions=conventions,
+            release=release,
+            classes=classes,
+            source=source,
+        )
+        for family, classes, kernel, conventions in (
+            (Family.MHA, TRTLLM_MHA, "xqa", MHA_CONVENTIONS),
+            (Family.MHA, TRTLLM_MHA, "trtllm_gen", MHA_CONVENTIONS),
+            (Family.MLA, TRTLLM_MLA, "trtllm_gen", MLA_CONVENTIONS),
+        )
+    )
