@@ -100,9 +100,9 @@ def _write(versions: Sequence[str], source: Path | None) -> int:
     for version in versions:
         if not RELEASE.fullmatch(version):
             raise UsageError(rejected("VERSION", version, "a release such as 0.5.23"))
+    read = {version: read_release(version, source or cache() / version) for version in versions}
     code = 0
-    for version in versions:
-        contract = read_release(version, source or cache() / version)
+    for version, contract in read.items():
         old = recorded(version) if version in releases() else {}
         record(version, contract)
         code |= _report("recorded", version, list(differences(old, contract)))
