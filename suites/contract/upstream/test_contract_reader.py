@@ -56,8 +56,12 @@ class Batch(First, base.Second[int]):
 """
 CALLS = """
 from elsewhere import flashinfer_like
+from flashinfer_like import other
+from .flashinfer import own
 import flashinfer
+import flashinfer.page
 import flashinfer.rope as rope
+import flashinfer_like.rope as other_rope
 if available():
     from flashinfer import Wrapper, unused as renamed
 
@@ -69,7 +73,8 @@ class Kernel:
         self.forward = flashinfer.decode.paged(query=words, **self.more)(1)
         merge(rope.apply(words))
         self.flashinfer.decode.paged(ours=1)
-        flashinfer_like(1)
+        flashinfer.page.append(words)
+        flashinfer_like(other(own(other_rope.apply(words))))
 """
 
 
@@ -164,6 +169,7 @@ def test_entry_points_have_the_arguments_that_any_call_passes(source: Path) -> N
         "flashinfer.unused": ["(named)"],
         "flashinfer.cascade.merge": ["(named)", "0"],
         "flashinfer.decode.paged": ["(named)", "**", "query="],
+        "flashinfer.page.append": ["(named)", "0"],
         "flashinfer.rope": ["(named)"],
         "flashinfer.rope.apply": ["(named)", "0"],
     }
@@ -173,9 +179,15 @@ def test_entry_points_have_the_arguments_that_any_call_passes(source: Path) -> N
 def test_files_that_pass_an_argument_are_told(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contract, "CALLERS", ("b.py", "a.py"))
-    write(source, "b.py", "import flashinfer\nflashinfer.plan(bs=1, seq_lens=2)")
-    write(source, "a.py", "from flashinfer import plan\nplan(bs=1)")
+    files = [f"{letter}.py" for letter in "fbdaec"]
+    monkeypatch.setattr(contract, "CALLERS", files)
+    for file in files[:-1]:
+        write(source, file, "import flashinfer\nflashinfer.plan(bs=1)")
+    write(source, files[-1], "from flashinfer import plan\nplan(seq_lens=2)")
     assert entry_points(read_contract(source)) == {
-        "flashinfer.plan": {"(named)": "a.py, b.py", "bs=": "a.py, b.py", "seq_lens=": "b.py"}
+        "flashinfer.plan": {
+            "(named)": "a.py, b.py, c.py, d.py, e.py, f.py",
+            "bs=": "a.py, b.py, d.py, e.py, f.py",
+            "seq_lens=": "c.py",
+        }
     }
