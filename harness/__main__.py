@@ -44,6 +44,7 @@ HANDED_ON = {
     "mutants": ("fixtures.mutants", "plant the mutants of the tables, see which test notices"),
     "report": ("ci.report", "print the records of a run, write their page"),
     "limits": ("harness.kernels.limits", "ask a device's kernels what they refuse"),
+    "contract": ("harness.upstream.contract_watch", "tell what changed in SGLang's interface"),
     "wheels": ("harness.upstream.released_wheel", "extract what latency compares, from wheels"),
 }
 """Verbs that are modules with a command line of their own, which they explain by ``--help``."""

@@ -1,4 +1,4 @@
-"""The interface of an attention backend, that of SGLang 0.5.14's ``base_attn_backend.py``."""
+"""The interface of an attention backend, after SGLang's, which ``golden/upstream`` records."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 
 from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode, SpecInput
 from harness.upstream.radix_attention import RadixAttention
-
-SGLANG_VERSION = "0.5.14"
 
 
 class AttentionBackend(ABC):
@@ -55,7 +53,7 @@ class AttentionBackend(ABC):
         forward_mode: ForwardMode,
         spec_info: SpecInput | None,
     ) -> None:
-        """The pair of SGLang <= 0.5.13, in terms of the three phases."""
+        """The pair of SGLang <= 0.5.12, in terms of the three phases."""
         batch = self._planning_batch(
             bs, num_tokens, req_pool_indices, seq_lens, forward_mode, spec_info
         )
@@ -73,7 +71,7 @@ class AttentionBackend(ABC):
         spec_info: SpecInput | None,
         seq_lens_cpu: torch.Tensor | None,
     ) -> None:
-        """The pair of SGLang <= 0.5.13, in terms of the three phases."""
+        """The pair of SGLang <= 0.5.12, in terms of the three phases."""
         batch = self._planning_batch(bs, 0, req_pool_indices, seq_lens, forward_mode, spec_info)
         batch.seq_lens_sum, batch.seq_lens_cpu = seq_lens_sum, seq_lens_cpu
         self.init_forward_metadata_out_graph(batch)
