@@ -16,7 +16,7 @@ from harness.engine.spec_config import SpecConfig, SpecVersion
 from harness.engines import EngineBuilder, EngineConfig, family_of
 from harness.errors import CheckpointError, UsageError, rejected
 from harness.server.engine_process.messages import EngineOptions
-from harness.subjects import SUBJECTS, Subject
+from harness.subjects import SUBJECTS, PagedSubject
 
 DTYPES = {"reference": torch.float32}
 """The dtype of a kernel; real ones have bfloat16."""
@@ -62,7 +62,7 @@ def _eos_token(path: Path) -> int:
     return eos
 
 
-def _subject(backend: str, kernel: str, device: torch.device) -> Subject:
+def _subject(backend: str, kernel: str, device: torch.device) -> PagedSubject:
     kernels = {
         subject.partition("/")[2]: found
         for subject, found in SUBJECTS.items()
