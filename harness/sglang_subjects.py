@@ -23,7 +23,7 @@ from harness.sglang.backend import (
 )
 from harness.sglang.process import activate
 from harness.sglang.releases import Release
-from harness.subjects import Subject
+from harness.subjects import ALL_MODES, Subject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,12 @@ class SGLangSubject(Subject):
     classes: Classes
     source: Path | None = None
 
+    @property
+    def served_modes(self) -> frozenset[Mode]:
+        """The modes that the release has."""
+        v1 = frozenset() if self.release.has_draft_extend_v1 else frozenset({Mode.DRAFT_EXTEND})
+        return ALL_MODES - v1
+
     def new_backend(self, case: Case, **pools: Any) -> SGLangBackend:
         """Raises UsageError where the release is not installed."""
         activate(self.release, self.source)
@@ -55,6 +61,11 @@ class SGLangSubject(Subject):
         scaled = self.conventions.scales_mla_cache or self.family is Family.MHA
         return case if scaled else replace(case, k_scale=1.0, v_scale=1.0)
 
+    def reproduce(self, trial: str) -> str:
+        """See ``Subject``."""
+        which = f"--source {self.source}" if self.source else self.release.version
+        return f"specgate upstream {which} -k '{trial}'"
+
     def numerics(self, device: torch.device | str) -> Numerics:
         """As of the kernel; prefill on SM90 is fmha_v2's, which takes its query in FP8."""
         plain = super().numerics(device)
@@ -65,7 +76,7 @@ class SGLangSubject(Subject):
         self, case: Case, execution: Execution, device: torch.device | str = "cpu"
     ) -> str | None:
         """Why the release or its kernel does not run this case."""
-        if case.mode is Mode.DRAFT_EXTEND and not self.release.has_draft_extend_v1:
+        if case.mode not in self.served_modes:
             return f"sglang {self.release.version} has no ForwardMode.DRAFT_EXTEND"
         for holds, reason in NOT_PRODUCED.items():
             if holds(case):

