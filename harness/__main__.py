@@ -42,6 +42,10 @@ HANDED_ON = {
     "compare": ("harness.bench", "judge a benchmark's records again and print what they show"),
     "serve": ("harness.server", "serve a shipped pair over HTTP"),
     "upstream": ("fixtures.upstream", "put SGLang's own backends on trial, by release"),
+    "compare-releases": (
+        "fixtures.compare_releases",
+        "run the same rows on two releases of sglang, or checkouts, and print what differs",
+    ),
     "mutants": ("fixtures.mutants", "plant the mutants of the tables, see which test notices"),
     "report": ("ci.report", "print the records of a run, write their page"),
     "limits": ("harness.kernels.limits", "ask a device's kernels what they refuse"),

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from harness.sglang.process import load
 from harness.upstream.forward_batch_info import (
@@ -32,6 +33,12 @@ def new_batch(batch: ForwardBatch, runner: Any, out_cache_loc: torch.Tensor | No
         runner: the stand-in of the model runner.
         out_cache_loc: in the order that sglang's worker hands over.
     """
+    # What we do to hand a batch over is no effect of the backend.
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return _new_batch(batch, runner, out_cache_loc)
+
+
+def _new_batch(batch: ForwardBatch, runner: Any, out_cache_loc: torch.Tensor | None) -> Any:
     info = load("srt.model_executor.forward_batch_info")
     mode = info.ForwardMode[batch.forward_mode.name]
     made = _made(

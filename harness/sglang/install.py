@@ -63,13 +63,17 @@ HUBS = {"5.6.0": HUB_1, "5.8.1": HUB_1, "5.12.1": HUB_1, "5.19.0": HUB_2}
 """transformers -> the packages that it accepts in another version than others do."""
 
 
-def install(release: Release) -> None:
+def install(release: Release, *, wheel: bool = True) -> None:
     """Download what is missing of a release; nothing half-written is left.
+
+    Args:
+        release: which.
+        wheel: whether its own files are wanted; a checkout in their place wants packages alone.
 
     Raises:
         UsageError: the package index does not answer or lacks something.
     """
-    if not source_of(release).is_dir():
+    if wheel and not source_of(release).is_dir():
         _install_wheel(release, source_of(release))
     if not packages_of(release).is_dir():
         _install_packages(release, packages_of(release))

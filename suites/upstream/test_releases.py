@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from fixtures.plan import upstream_trials
+from fixtures.drivers.release_effects import count_effects
+from fixtures.plan import effect_trials, upstream_trials
 from harness.core.case import Case, Execution
 from harness.core.record import Record, Verdict
 from harness.differential.isolated import TrialProcess
@@ -22,10 +23,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     planned = []
     if version is not None:
         subjects = sglang_subjects(find_release(version), source)
-        planned = [
-            pytest.param(c, s, e, id=f"{c.id}-{s.name}-{e}")
-            for c, s, e in upstream_trials(subjects)
-        ]
+        counted = metafunc.function.__name__ == test_effects.__name__
+        trials = effect_trials(subjects) if counted else upstream_trials(subjects)
+        name = "effects-" if counted else ""
+        planned = [pytest.param(c, s, e, id=f"{name}{c.id}-{s.name}-{e}") for c, s, e in trials]
     if not planned:
         reason = "needs --release VERSION: specgate upstream"
         planned = [pytest.param(None, None, None, marks=pytest.mark.skip(reason), id="none")]
@@ -33,14 +34,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
-def trial_process(request: pytest.FixtureRequest) -> Iterator[TrialProcess]:
-    """Forks of a process that has imported the release."""
+def released(request: pytest.FixtureRequest) -> None:
+    """Import the release, in this process."""
     release = find_release(request.config.getoption("--release"))
     source = request.config.getoption("--sglang-source")
     activate(release, source)
     for subject in sglang_subjects(release, source):
         load(subject.classes.module)
+
+
+@pytest.fixture(scope="session")
+def trial_process(released: None) -> Iterator[TrialProcess]:
+    """Runs trials in forks of a process that has imported the release."""
     process = TrialProcess()
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def effect_process(released: None) -> Iterator[TrialProcess]:
+    """Counts effects in forks of a process that has imported the release."""
+    process = TrialProcess(count_effects)
     yield process
     process.close()
 
@@ -57,5 +71,19 @@ def test_case(
     record_trial(record)
     if record.verdict is Verdict.REFUSED:
         pytest.skip(record.message)
+    if record.verdict.is_red:
+        pytest.fail(explanation(record), pytrace=False)
+
+
+def test_effects(
+    case: Case,
+    subject: SGLangSubject,
+    execution: Execution,
+    effect_process: TrialProcess,
+    record_trial: Callable[[Record], None],
+) -> None:
+    record_trial(untried(case, subject, execution))
+    record = effect_process.run(case, subject, execution)
+    record_trial(record)
     if record.verdict.is_red:
         pytest.fail(explanation(record), pytrace=False)
