@@ -1,0 +1,189 @@
+"""Two releases side by side: what is worse, what differs, and the text for a pull request."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fixtures import compare_releases
+from fixtures.compare_releases import Change, Key, changes, comment, key, listed, main
+from harness.core.environment import environment
+from harness.core.paths import ROOT
+from harness.core.record import Record, Verdict, write_records
+
+PASSED = Record(
+    case="mha-decode-bs1_short",
+    subject="sglang-0.5.22/trtllm_mha/xqa",
+    family="mha",
+    mode="decode",
+    execution="eager",
+    device="cpu",
+    verdict=Verdict.PASSED,
+    environment=environment(),
+    planned=1,
+)
+NEWER = replace(PASSED, subject="sglang-0.5.23/trtllm_mha/xqa")
+RED = replace(NEWER, verdict=Verdict.WRONG_NUMBERS, message="hidden_states: 3 of 4 rows wrong")
+KNOWN = replace(NEWER, verdict=Verdict.WAIVED, message="some-finding: stores 4 bytes past the end")
+
+
+def by_key(*records: Record) -> dict[Key, Record]:
+    return {key(record): record for record in records}
+
+
+def test_the_release_is_no_part_of_a_trial_and_ours_is_a_side() -> None:
+    ours = replace(PASSED, subject="trtllm_mha/xqa")
+    assert key(PASSED) == key(NEWER) == key(ours)
+    assert key(PASSED) != key(replace(PASSED, execution="graph"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "worse"),
+    [
+        (PASSED, RED, True),
+        (PASSED, KNOWN, True),
+        (RED, PASSED, False),
+        (KNOWN, PASSED, False),
+        (
+            replace(PASSED, effects={"host_syncs": 0}),
+            replace(NEWER, effects={"host_syncs": 1}),
+            True,
+        ),
+        (
+            replace(PASSED, effects={"host_syncs": 4}),
+            replace(NEWER, effects={"host_syncs": 0}),
+            False,
+        ),
+        (
+            replace(PASSED, effects={"preparing": 4}),
+            replace(NEWER, effects={"preparing": 9}),
+            False,
+        ),
+    ],
+)
+def test_worse_is_a_new_red_trial_or_another_host_sync(
+    old: Record, new: Record, worse: bool
+) -> None:
+    (change,) = changes(by_key(old), by_key(new))
+    assert change.is_worse is worse
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        NEWER,
+        replace(NEWER, message="another text", seconds=3.0),
+        replace(NEWER, verdict=Verdict.REFUSED, message="no such mode"),
+    ],
+)
+def test_equal_outcomes_and_refusals_are_no_change(new: Record) -> None:
+    assert not list(changes(by_key(PASSED), by_key(new)))
+
+
+def test_one_cause_is_told_once_with_its_command() -> None:
+    found = [
+        Change(
+            replace(PASSED, case=f"case{i}"), replace(RED, case=f"case{i}", reproduce=f"run {i}")
+        )
+        for i in range(3)
+    ]
+    lines = listed(found)
+    assert lines == [
+        "worse: case0, eager, sglang-0.5.23/trtllm_mha/xqa",
+        "  cause: hidden_states: 3 of 4 rows wrong",
+        "  reproduce: run 0",
+    ]
+
+
+def test_a_comment_groups_causes_and_stays_within_its_lines() -> None:
+    found = [
+        Change(
+            PASSED, replace(RED, case=f"c{i}-{j}", message=f"{word * 3}: {j} of 4", reproduce="run")
+        )
+        for i, word in enumerate("abcdefghijklmnop")
+        for j in range(2)
+    ]
+    text = comment(found, ["base", "head"])
+    lines = text.splitlines()
+    assert lines[0] == "**specgate**: head against base: 32 worse, 0 otherwise"
+    assert lines[2:5] == [
+        "* trtllm_mha, decode: aaa: N of N",
+        "  2 trials, first `c0-0`, eager",
+        "  `run`",
+    ]
+    assert len(lines) <= 40
+    assert lines[-1] == "… and 16 causes in all"
+
+
+def run_main(tmp_path: Path, old: Sequence[Record], new: Sequence[Record], *words: str) -> int:
+    for version, records in (("0.5.22", old), ("0.5.23", new)):
+        (tmp_path / version).mkdir()
+        write_records(tmp_path / version / "records.jsonl", records)
+    return main(["0.5.22", "0.5.23", "--report", str(tmp_path), *words])
+
+
+def test_records_of_this_checkout_are_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compare_releases, "_is_whole", bool)
+    said = tmp_path / "comment.md"
+    assert run_main(tmp_path, [PASSED], [RED], "--comment", str(said)) == 1
+    assert "0.5.23 against 0.5.22: 1 worse, 0 otherwise" in capsys.readouterr().out
+    assert "hidden_states: N of N rows wrong" in said.read_text(encoding="utf-8")
+
+
+def test_equal_releases_end_with_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare_releases, "_is_whole", bool)
+    assert run_main(tmp_path, [PASSED], [NEWER]) == 0
+
+
+@pytest.mark.parametrize(
+    ("dirty", "planned", "whole"), [(False, 1, True), (True, 1, False), (False, 2, False)]
+)
+def test_only_whole_runs_of_a_clean_checkout_are_used_again(
+    dirty: bool, planned: int, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = replace(environment(), commit="abc", dirty=dirty)
+    monkeypatch.setattr(compare_releases, "environment", lambda: replace(here, dirty=False))
+    record = replace(PASSED, environment=here, planned=planned)
+    assert compare_releases._is_whole([record]) is whole
+    assert not compare_releases._is_whole([])
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["0.5.22"], "NEW = None is not accepted"),
+        (["0.5.22", "/nope"], "release = '/nope' is not accepted; accepted: 0.5.12, "),
+        (["0.5.22", "0.5.23", "--like", "0.1"], "argument --like: invalid choice: '0.1'"),
+    ],
+)
+def test_bad_input_is_one_line(words: list[str], text: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fixtures.compare_releases", *words, "--report", str(tmp_path)]
+    (tmp_path / "0.5.22").mkdir()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert text in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_the_workflow_gives_the_action_its_inputs() -> None:
+    action = yaml.safe_load((ROOT / "ci/action.yml").read_text(encoding="utf-8"))
+    workflow = yaml.safe_load((ROOT / "ci/pull_request.yml").read_text(encoding="utf-8"))
+    (step,) = (step for step in workflow["jobs"]["compare"]["steps"] if step.get("id") == "compare")
+    required = {name for name, given in action["inputs"].items() if given.get("required")}
+    assert required <= step["with"].keys() <= action["inputs"].keys()
+    script = action["runs"]["steps"][-1]
+    used = {
+        value.split("inputs.")[1].split()[0]
+        for value in script["env"].values()
+        if "inputs." in value
+    }
+    assert used == action["inputs"].keys()
+    assert "python3 -m ci compare-releases --" in script["run"]
