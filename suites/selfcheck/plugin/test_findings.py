@@ -1,0 +1,115 @@
+"""Findings: which red trials of a release they explain, and which they miss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fixtures import upstream
+from fixtures.fakes.sample_records import trial
+from fixtures.plan import effect_trials, upstream_trials
+from fixtures.tables import CASES
+from fixtures.tables.findings import FINDINGS, Finding, find_finding
+from fixtures.upstream import unseen_findings, verdict_tables
+from harness.core.case import Execution, Mode
+from harness.core.record import Record, Verdict
+from harness.errors import UsageError
+from harness.sglang.releases import RELEASES, find_release
+from harness.sglang_subjects import sglang_subjects
+
+FINDING = Finding(
+    id="wall",
+    title="the table is too narrow",
+    subject="trtllm_mha/*",
+    case="mha-*-context_edge*",
+    execution="graph",
+    message=r"<= \d+, the block table",
+    since="0.5.14",
+    fixed="0.5.22",
+    where="trtllm_mha_backend.py",
+    produced="always",
+    effect="wrong",
+)
+SHOWN = trial(
+    "mha-decode-context_edge_bs1",
+    Verdict.ERROR,
+    subject="sglang-0.5.16/trtllm_mha/xqa",
+    execution="graph",
+    message="seq_lens = [193]; accepted: <= 192, the block table's width",
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "explained"),
+    [
+        ({}, True),
+        ({"subject": "sglang-0.5.14/trtllm_mha/trtllm_gen"}, True),
+        ({"subject": "sglang-0.5.13/trtllm_mha/xqa"}, False),
+        ({"subject": "sglang-0.5.22/trtllm_mha/xqa"}, False),
+        ({"subject": "sglang-0.5.16/trtllm_mla/xqa"}, False),
+        ({"subject": "trtllm_mha/xqa"}, False),
+        ({"case": "mha-decode-bs1_short"}, False),
+        ({"execution": "eager"}, False),
+        ({"message": "hidden_states: wrong"}, False),
+    ],
+)
+def test_a_finding_explains_its_own_trials_in_its_releases(
+    changes: dict[str, str], explained: bool
+) -> None:
+    found = find_finding(replace(SHOWN, **changes), [FINDING])
+    assert found is (FINDING if explained else None)
+
+
+@pytest.mark.parametrize("field", ["title", "where", "produced", "effect"])
+def test_a_finding_says_what_where_and_how_bad(field: str) -> None:
+    with pytest.raises(UsageError, match=f"finding.{field}"):
+        replace(FINDING, **{field: ""})
+
+
+def test_the_table_names_releases_and_rows_that_exist() -> None:
+    assert len({finding.id for finding in FINDINGS}) == len(FINDINGS)
+    for finding in FINDINGS:
+        assert finding.since in RELEASES
+        assert finding.fixed in ("", *RELEASES)
+        assert any(finding.is_in(version) for version in RELEASES)
+
+
+def test_a_finding_that_no_trial_shows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream, "FINDINGS", (FINDING, replace(FINDING, id="other")))
+    seen = replace(SHOWN, verdict=Verdict.WAIVED, message=f"wall: {SHOWN.message}")
+    assert unseen_findings(find_release("0.5.16"), [seen]) == ["other"]
+    assert unseen_findings(find_release("0.5.22"), []) == []
+
+
+def test_a_mode_that_a_release_lacks_is_one_refusal_of_each_subject() -> None:
+    subjects = sglang_subjects(find_release("0.5.23"))
+    v1 = [(s.name, e) for c, s, e in upstream_trials(subjects) if c.mode is Mode.DRAFT_EXTEND]
+    assert v1 == [(subject.name, Execution.EAGER) for subject in subjects]
+    refused = {
+        s.refusal(c, e) for c, s, e in upstream_trials(subjects) if c.mode is Mode.DRAFT_EXTEND
+    }
+    assert refused == {"sglang 0.5.23 has no ForwardMode.DRAFT_EXTEND"}
+
+
+def test_every_row_of_a_family_is_planned_on_every_backend_of_it() -> None:
+    subjects = sglang_subjects(find_release("0.5.13"))
+    planned = {(c.id, s.name) for c, s, _ in upstream_trials(subjects)}
+    assert planned == {
+        (case.id, s.name) for s in subjects for case in CASES.values() if case.family is s.family
+    }
+    counted = {(c.mode, e) for c, s, e in effect_trials(subjects) if s is subjects[0]}
+    assert counted >= {(Mode.DECODE, Execution.GRAPH), (Mode.TARGET_VERIFY, Execution.EAGER)}
+
+
+def counts(records: list[Record]) -> list[list[str]]:
+    (table,) = verdict_tables(records)
+    return [list(column.cells) for column in table.columns]
+
+
+def test_a_table_counts_findings_apart_from_red() -> None:
+    records = [
+        replace(SHOWN, execution="eager", verdict=verdict)
+        for verdict in (Verdict.PASSED, Verdict.PASSED, Verdict.WAIVED, Verdict.ERROR)
+    ]
+    assert counts(records) == [["decode"], ["eager"], ["2"], ["1"], [""], ["1"]]
