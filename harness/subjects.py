@@ -29,7 +29,9 @@ from harness.core.environment import compute_capability
 from harness.core.numerics import Numerics
 from harness.errors import UsageError, rejected
 from harness.graphs.draft_extend_runner import BaselineDraftExtendRunner, DraftExtendRunner
-from harness.kernels.registry import real_kernel
+from harness.kernels.custom import CustomKernel, Function, load_function
+from harness.kernels.interface import Kernel
+from harness.kernels.registry import new_kernel, real_kernel
 from harness.upstream.base_attn_backend import AttentionBackend, MultiStepDraftBackend
 
 ALL_MODES = frozenset(Mode)
@@ -56,6 +58,10 @@ class Subject(ABC):
     draft_extend_runner: type[DraftExtendRunner] = DraftExtendRunner
     modes: frozenset[Mode] = ALL_MODES
     conventions: Conventions = OURS
+
+    def new_kernel(self, device: torch.device | str) -> Kernel:
+        """The kernel, shared by every backend of a rig."""
+        return new_kernel(self.family, self.capability, device)
 
     @abstractmethod
     def new_backend(self, case: Case, **pools: Any) -> AttentionBackend:
@@ -122,6 +128,34 @@ class PagedSubject(Subject):
         return self.draft_backend(**pools)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CustomKernelSubject(PagedSubject):
+    """A backend of ours on a kernel of somebody else's.
+
+    Args:
+        function: the kernel.
+    """
+
+    function: Function
+
+    @property
+    def capability(self) -> Capability:
+        """What the function states."""
+        return self.function.capability  # type: ignore[attr-defined, no-any-return]
+
+    def new_kernel(self, device: torch.device | str) -> CustomKernel:
+        """See ``Subject``."""
+        return CustomKernel(self.function)
+
+    def numerics(self, device: torch.device | str) -> Numerics:
+        """What the Capability states, on every device."""
+        return self.capability.numerics
+
+    def reproduce(self, trial: str) -> str:
+        """See ``Subject``."""
+        return f"{super().reproduce(trial)} --kernel {self.kernel}"
+
+
 Kind = tuple[Family, type[PagedBackend], type[PagedMultiStepDraftBackend]]
 MHA_BACKENDS: Kind = (Family.MHA, TRTLLMHAAttnBackend, TRTLLMHAAttnMultiStepDraftBackend)
 MLA_BACKENDS: Kind = (Family.MLA, TRTLLMMLABackend, TRTLLMMLAMultiStepDraftBackend)
@@ -186,3 +220,25 @@ def find_subject(name: str) -> PagedSubject:
     if name not in SUBJECTS:
         raise UsageError(rejected("subject", name, ", ".join(SUBJECTS)))
     return SUBJECTS[name]
+
+
+def custom_subjects(name: str) -> tuple[CustomKernelSubject, ...]:
+    """Our backends on the kernel "module:function", of every family that it states.
+
+    Raises:
+        UsageError: there is no such function, or it states no Capability.
+    """
+    function = load_function(name)
+    families: frozenset[Family] = function.capability.families  # type: ignore[attr-defined]
+    return tuple(
+        CustomKernelSubject(
+            name=f"trtllm_{family}/{name.rpartition(':')[2]}",
+            family=family,
+            kernel=name,
+            backend=backend,
+            draft_backend=draft_backend,
+            function=function,
+        )
+        for family, backend, draft_backend in (MHA_BACKENDS, MLA_BACKENDS)
+        if family in families
+    )

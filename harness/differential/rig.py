@@ -21,7 +21,6 @@ from harness.graphs.graph import GraphFactory
 from harness.graphs.runner import GraphRunner
 from harness.graphs.target_verify_runner import TargetVerifyRunner
 from harness.kernels.interface import Kernel
-from harness.kernels.registry import new_kernel
 from harness.subjects import Subject
 from harness.upstream.base_attn_backend import AttentionBackend, MultiStepDraftBackend
 from harness.upstream.forward_batch_info import DraftOutput, ForwardBatch, LogitsProcessorOutput
@@ -94,7 +93,7 @@ class Rig:
 def build(subject: Subject, pool_state: PoolState) -> Rig:
     """The rig of a subject: a new kernel, backend and probe model."""
     case, device = pool_state.case, pool_state.device
-    kernel = new_kernel(subject.family, subject.capability, device)
+    kernel = subject.new_kernel(device)
     model = ProbeModel(pool_state.inputs.weights, case, device)
     pools: dict[str, Any] = {
         "kernel": kernel,

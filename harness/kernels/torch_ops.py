@@ -16,17 +16,32 @@ from harness.kernels.value_checks import check_cumulative, check_lengths
 
 NAMESPACE = "specgate"
 OpaqueFunction = Callable[..., torch.Tensor]
+SCHEMAS: dict[str, str] = {}
 
 
 def _opaque(function: OpaqueFunction) -> OpaqueFunction:
     """Register a function as ``specgate::<its name>``, with a shape function beside it."""
-    name = f"{NAMESPACE}::{function.__name__}"
-    schema = torch.library.infer_schema(function, mutates_args=())
-    torch.library.define(name, schema)
-    torch.library.impl(name, "CompositeExplicitAutograd")(function)
-    torch.library.register_fake(name)(_result)
-    registered: OpaqueFunction = getattr(getattr(torch.ops, NAMESPACE), function.__name__).default
+    SCHEMAS[function.__name__] = torch.library.infer_schema(function, mutates_args=())
+    return _register(function.__name__, function, SCHEMAS[function.__name__])
+
+
+def _register(name: str, function: OpaqueFunction, schema: str) -> OpaqueFunction:
+    torch.library.define(f"{NAMESPACE}::{name}", schema)
+    torch.library.impl(f"{NAMESPACE}::{name}", "CompositeExplicitAutograd")(function)
+    torch.library.register_fake(f"{NAMESPACE}::{name}")(_result)
+    registered: OpaqueFunction = getattr(getattr(torch.ops, NAMESPACE), name).default
     return registered
+
+
+def opaque(kind: str, name: str, function: OpaqueFunction) -> OpaqueFunction:
+    """Register a function that takes what the reference call of this kind takes.
+
+    Args:
+        kind: "decode" or "context".
+        name: of the operation, unique in the process.
+        function: of the call's fields, by keyword.
+    """
+    return _register(name, function, SCHEMAS[f"paged_{kind}"])
 
 
 def _result(

@@ -7,15 +7,18 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fixtures.plan import trials
+from fixtures.plan import custom_trials, trials
 from harness.core.case import Case, Execution
 from harness.core.record import Record, Verdict
 from harness.differential.trial import explanation, run_trial, untried
-from harness.subjects import Subject
+from harness.subjects import Subject, custom_subjects
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    custom = metafunc.config.getoption("--kernel")
     planned = trials(metafunc.config.getoption("--device"))
+    if custom is not None:
+        planned = custom_trials(custom_subjects(custom))
     metafunc.parametrize(
         ("case", "subject", "execution"),
         [pytest.param(c, s, e, id=f"{c.id}-{s.name}-{e}") for c, s, e in planned],

@@ -1,0 +1,70 @@
+"""A kernel of somebody else's runs every row that its Capability does not refuse."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from fixtures.plan import custom_trials
+from fixtures.tables import CASES
+from harness.core.case import Execution, Family
+from harness.core.paths import ROOT
+from harness.core.record import Verdict
+from harness.differential.trial import run_trial
+from harness.subjects import custom_subjects
+
+KERNELS = "fixtures.fakes.own_kernel"
+(RIGHT,) = custom_subjects(f"{KERNELS}:attention")
+(WRONG,) = custom_subjects(f"{KERNELS}:short_attention")
+ROWS = (
+    "mha-extend-bs3_ragged_padded_to_4",
+    "mha-decode-bs3_ragged_padded_to_4",
+    "mha-target_verify-bs3_ragged_padded_to_4",
+    "mha-draft_extend_v1-bs3_ragged_padded_to_4",
+    "mha-draft_extend_v2-bs3_ragged_padded_to_4",
+    "mha-multi_step_draft-bs3_ragged_padded_to_4",
+)
+
+
+TRIALS = [(row, e) for row in ROWS for e in Execution if e is Execution.EAGER or row not in ROWS[0]]
+
+
+@pytest.mark.parametrize(("row", "execution"), TRIALS)
+def test_a_right_kernel_passes_and_a_wrong_one_does_not(row: str, execution: Execution) -> None:
+    case = CASES[row]
+    right = run_trial(case, RIGHT, execution)
+    assert right.verdict is Verdict.PASSED, right.message
+    assert run_trial(case, WRONG, execution).verdict.is_red
+
+
+def test_a_trial_names_the_kernel_and_the_command() -> None:
+    record = run_trial(CASES[ROWS[1]], RIGHT, Execution.EAGER)
+    assert record.subject == "trtllm_mha/attention"
+    assert record.reproduce.endswith(f"--kernel {KERNELS}:attention")
+
+
+def test_rows_outside_of_the_capability_are_refused_by_name() -> None:
+    record = run_trial(CASES["mha-decode-fp8_cache"], RIGHT, Execution.EAGER)
+    assert record.verdict is Verdict.REFUSED
+    assert record.message.startswith("own refuses kv_dtype float8_e4m3fn")
+
+
+def test_every_row_of_its_families_is_planned() -> None:
+    planned = {case.id for case, _, _ in custom_trials([RIGHT])}
+    assert planned == {case.id for case in CASES.values() if case.family is Family.MHA}
+
+
+@pytest.mark.parametrize(
+    "name", ["nowhere:kernel", f"{KERNELS}:nothing", f"{KERNELS}:CAPABILITY", "kernel", ":x"]
+)
+def test_a_kernel_that_is_not_there_is_one_line(name: str) -> None:
+    command = [sys.executable, "-m", "pytest", "suites/differential/test_cases.py", "-n0", "-q"]
+    done = subprocess.run(
+        [*command, "--kernel", name], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    told = [line for line in done.stdout.splitlines() + done.stderr.splitlines() if name in line]
+    assert done.returncode == 4
+    assert any(f"--kernel = {name!r} is not accepted; accepted: MODULE:FUNCTION" in x for x in told)
+    assert "Traceback" not in done.stdout + done.stderr
