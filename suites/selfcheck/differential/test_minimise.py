@@ -1,0 +1,113 @@
+"""A red trial is shrunk to the smallest case that is red for the same cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from fixtures import minimise as verb
+from fixtures.fakes.sample_records import trial
+from fixtures.minimise import find_trial, main, row
+from fixtures.tables import CASES
+from harness.core.case import Case, Execution, KVDtype, Layout
+from harness.core.record import Record, Verdict
+from harness.differential.minimise import cause, minimise, reductions
+from harness.errors import UsageError
+
+RAGGED = CASES["mha-target_verify-bs8_ragged"]
+
+
+def judged(
+    is_red: Callable[[Case], bool], message: str = "logits: 3 of 8 rows wrong"
+) -> Callable[[Case], Record]:
+    def run(case: Case) -> Record:
+        return trial(
+            case.id, Verdict.WRONG_NUMBERS if is_red(case) else Verdict.PASSED, message=message
+        )
+
+    return run
+
+
+def test_only_what_the_fault_needs_is_left() -> None:
+    def is_red(case: Case) -> bool:
+        return case.bs >= 2 and max(case.prefix_lens) > case.page_size
+
+    smallest, record = minimise(RAGGED, judged(is_red))
+    assert record.verdict is Verdict.WRONG_NUMBERS
+    assert smallest.bs == 2
+    assert sorted(smallest.prefix_lens) == [0, smallest.page_size + 1]
+    assert (smallest.page_size, smallest.num_draft_tokens) == (16, 1)
+    assert (smallest.num_q_heads, smallest.num_kv_heads) == (1, 1)
+    assert smallest.layout is Layout.CONTIGUOUS
+    assert smallest.capture_bs == (2,)
+
+
+def test_another_cause_is_not_followed() -> None:
+    def run(case: Case) -> Record:
+        message = MESSAGE if case.bs == 8 else "max_seq_len = 3 is not accepted"
+        return trial(case.id, Verdict.WRONG_NUMBERS, message=message)
+
+    smallest, _ = minimise(RAGGED, run)
+    assert smallest.bs == 8
+
+
+def test_a_green_trial_cannot_be_made_smaller() -> None:
+    with pytest.raises(UsageError, match="mha-target_verify-bs8_ragged is passed: only a red"):
+        minimise(RAGGED, judged(lambda case: False))
+
+
+def test_numbers_and_lists_are_no_part_of_a_cause() -> None:
+    one = trial("a", Verdict.ERROR, message="cache_seqlens_int32[0] = 40, expected 41; more")
+    other = trial("b", Verdict.ERROR, message="cache_seqlens_int32[3] = 7, expected 9")
+    pages = trial(
+        "c", Verdict.ERROR, message="page_table[0] has live pages [3, 4], expected [3, 5]"
+    )
+    assert cause(one) == cause(other) != cause(pages)
+    assert cause(one) != cause(replace(one, verdict=Verdict.BROKEN_INVARIANT))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_every_reduction_is_a_smaller_case(case: Case) -> None:
+    for smaller in reductions(case):
+        assert smaller != case
+        assert smaller.id == case.id
+        assert smaller.num_tokens <= case.num_tokens
+        assert sum(smaller.prefix_lens) <= sum(case.prefix_lens)
+
+
+def test_a_row_shows_what_is_not_the_default() -> None:
+    shown = row(CASES["mha-decode-fp8_cache"])
+    assert shown.startswith("Case(id='mha-decode-fp8_cache', family=")
+    assert f"kv_dtype={KVDtype.FP8!r}" in shown
+    assert "window_left" not in shown
+
+
+def test_a_trial_is_found_by_the_id_that_a_red_one_prints() -> None:
+    case, subject, execution = find_trial("mha-decode-bs1_short-sglang-0.5.16/trtllm_mha/xqa-graph")
+    assert (case.id, execution) == ("mha-decode-bs1_short", Execution.GRAPH)
+    assert subject.name == "sglang-0.5.16/trtllm_mha/xqa"
+    _, ours, _ = find_trial("mha-decode-bs1_short-trtllm_mha/xqa-eager")
+    assert ours.name == "trtllm_mha/xqa"
+
+
+@pytest.mark.parametrize("name", ["", "mha-decode-bs1_short", "nothing-trtllm_mha/xqa-eager"])
+def test_an_unknown_trial_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"{UsageError(verb.rejected('trial', name, verb.FORM))}\n"
+
+
+def test_the_verb_prints_the_smallest_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        verb.TrialProcess, "run", lambda self, case, *_: judged(lambda c: c.bs > 1)(case)
+    )
+    assert main(["mha-decode-bs3_ragged_padded_to_4-trtllm_mha/xqa-eager"]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("Case(id='mha-decode-bs3_ragged_padded_to_4'")
+    assert "prefix_lens=(0, 0)" in first
+    assert rest[-1] == MESSAGE
