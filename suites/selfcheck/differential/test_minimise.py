@@ -19,13 +19,13 @@ from harness.errors import UsageError
 RAGGED = CASES["mha-target_verify-bs8_ragged"]
 
 
-def judged(
-    is_red: Callable[[Case], bool], message: str = "logits: 3 of 8 rows wrong"
-) -> Callable[[Case], Record]:
+MESSAGE = "logits: 3 of 8 rows wrong"
+
+
+def judged(is_red: Callable[[Case], bool]) -> Callable[[Case], Record]:
     def run(case: Case) -> Record:
-        return trial(
-            case.id, Verdict.WRONG_NUMBERS if is_red(case) else Verdict.PASSED, message=message
-        )
+        verdict = Verdict.WRONG_NUMBERS if is_red(case) else Verdict.PASSED
+        return trial(case.id, verdict, message=MESSAGE)
 
     return run
 
