@@ -13,6 +13,9 @@ from harness.core.case import Case, Execution, Family, Mode
 from harness.core.conventions import Conventions
 from harness.core.numerics import Numerics
 from harness.sglang.backend import (
+    FLASHINFER_MHA,
+    FLASHINFER_MLA,
+    TRITON,
     TRTLLM_MHA,
     TRTLLM_MLA,
     Classes,
@@ -69,6 +72,8 @@ class SGLangSubject(Subject):
     def numerics(self, device: torch.device | str) -> Numerics:
         """As of the kernel; prefill on SM90 is fmha_v2's, which takes its query in FP8."""
         plain = super().numerics(device)
+        if self.classes in APART:
+            return APART[self.classes]
         context = frozenset({Mode.EXTEND, Mode.DRAFT_EXTEND})
         return replace(plain, rounds_query=plain.rounds_query | context)
 
@@ -92,8 +97,23 @@ NOT_PRODUCED: dict[Callable[[Case], bool], str] = {
         "sglang makes no multi-step draft backend for a draft model with a window: its parent "
         "asserts num_wrappers == 1"
     ),
-    lambda case: case.family is Family.MLA and case.mode is Mode.EXTEND: (
-        "MLA prefill runs on FlashInfer's ragged and MLA wrappers, which have no stand-in yet"
+}
+
+BOTH = (Execution.EAGER, Execution.GRAPH)
+# Prefill on two wrappers: one for the batch's own keys, one for those of the cache.
+RAGGED = frozenset({(Mode.EXTEND, Execution.EAGER), (Mode.DRAFT_EXTEND_V2, Execution.EAGER)})
+APART = {
+    FLASHINFER_MHA: Numerics(
+        attends_new_keys=RAGGED, merges=RAGGED, source="flashinfer_backend.py, forward_extend"
+    ),
+    FLASHINFER_MLA: Numerics(),
+    TRITON: Numerics(
+        attends_new_keys=frozenset(
+            (mode, execution)
+            for mode in (Mode.EXTEND, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2)
+            for execution in BOTH
+        ),
+        source="triton_backend.py, forward_extend",
     ),
 }
 
@@ -123,5 +143,9 @@ def sglang_subjects(release: Release, source: Path | None = None) -> tuple[SGLan
             (Family.MHA, TRTLLM_MHA, "xqa", MHA_CONVENTIONS),
             (Family.MHA, TRTLLM_MHA, "trtllm_gen", MHA_CONVENTIONS),
             (Family.MLA, TRTLLM_MLA, "trtllm_gen", MLA_CONVENTIONS),
+            (Family.MHA, FLASHINFER_MHA, "flashinfer", MHA_CONVENTIONS),
+            (Family.MLA, FLASHINFER_MLA, "flashinfer", MLA_CONVENTIONS),
+            (Family.MHA, TRITON, "triton", MHA_CONVENTIONS),
+            (Family.MLA, TRITON, "triton", MLA_CONVENTIONS),
         )
     )
