@@ -109,9 +109,7 @@ def _problem(
     )
 
 
-def _exact_rows(
-    inputs: TrialInputs, i: int, fed_tokens: torch.Tensor | None = None
-) -> DenseRows:
+def _exact_rows(inputs: TrialInputs, i: int, fed_tokens: torch.Tensor | None = None) -> DenseRows:
     """The rows of a request before anything is cast to FP8."""
     case, batch = inputs.case, inputs.tested
     new = batch.new_tokens[i] if fed_tokens is None else fed_tokens[i].cpu()

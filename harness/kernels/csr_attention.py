@@ -155,7 +155,7 @@ def _unpacked(packed: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def check_indptr(operation: str, name: str, indptr: torch.Tensor, limit: int) -> None:
-    """Refuse cumulative lengths [bs + 1] that do not begin at 0, or that leave the first ``limit``."""
+    """Refuse cumulative lengths [bs + 1] that begin after 0, decrease or end after ``limit``."""
     shown, steps = indptr.tolist(), indptr.diff().tolist()
     refuse_unless(
         operation,

@@ -1,4 +1,4 @@
-"""Attention of new tokens over cached slots and over each other, as SGLang's Triton backend asks."""
+"""Attention of new tokens over cached slots and each other, as SGLang's Triton backend asks."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def extend_attention(
         qo_indptr: [bs + 1] integers.
         kv_indptr: [bs + 1] integers, of ``kv_indices``.
         kv_indices: slots of the tokens in front of the new ones.
-        mask: entry ``i * keys + j`` of a request says whether its query i sees key j; of cached keys
-            every one is seen.
+        mask: entry ``i * keys + j`` of a request says whether its query i sees key j; of cached
+            keys every one is seen.
         mask_indptr: [bs + 1] integers, where each request's mask begins.
         mask_starts: [bs] integers, the key that ``kv_indices`` begin with; 0 if None.
         window_left: keys seen to the left besides the query's own, -1 for all.

@@ -40,9 +40,7 @@ def publish(case: Case, backend: str, kernel: str) -> Any:
     while len(_held) > 1:
         _held.pop().restore()
     on_sm90 = kernel in SM90_KERNELS
-    platform = runtime.override_platform(
-        is_sm90=on_sm90, is_sm100=not on_sm90, is_sm120=False
-    )
+    platform = runtime.override_platform(is_sm90=on_sm90, is_sm100=not on_sm90, is_sm120=False)
     platform.install()
     arguments = runtime.get_context().override_server_args(**server_arguments(case, backend))
     published = arguments.install()

@@ -366,7 +366,13 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         self._cached_module = CompiledModule() if self.use_tensor_cores else DecodeModule()
         self._planned_window = self._window_left = window_left
         self._plan(
-            indptr.to("cpu"), last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, options
+            indptr.to("cpu"),
+            last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            options,
         )
 
     begin_forward = plan
@@ -452,7 +458,7 @@ def fast_decode_plan(
     global_override_indptr_cpu: torch.Tensor | None = None,
     **options: Any,
 ) -> None:
-    """Plan again without writing the buffers, which the caller has filled, for given host lengths."""
+    """Plan again for given host lengths; the caller has filled the buffers."""
     if wrapper._cached_module is None:
         raise KernelRefusal(f"fast_decode_plan: {rejected('plan', 'first', 'after a plan')}")
     if not wrapper._use_cuda_graph:
