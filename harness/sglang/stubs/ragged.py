@@ -25,8 +25,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         if use_cuda_graph:
             raise KernelRefusal(rejected("use_cuda_graph", True, "False: sglang captures none"))
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
-        self._qo_indptr_buf: torch.Tensor | None = None
-        self._kv_indptr_buf: torch.Tensor | None = None
+        self._qo_indptr_buf: Any = None
+        self._kv_indptr_buf: Any = None
         self._causal = False
 
     def plan(

@@ -204,8 +204,8 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         backend: str = "auto",
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
-        self._qo_indptr_buf = qo_indptr_buf
-        self._paged_kv_indptr_buf = paged_kv_indptr_buf
+        self._qo_indptr_buf: Any = qo_indptr_buf
+        self._paged_kv_indptr_buf: Any = paged_kv_indptr_buf
         self._paged_kv_indices_buf = paged_kv_indices_buf
         self._paged_kv_last_page_len_buf = paged_kv_last_page_len_buf
         self._custom_mask_buf, self._mask_indptr_buf = custom_mask_buf, mask_indptr_buf
@@ -330,10 +330,10 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self.use_tensor_cores = use_tensor_cores
-        self._paged_kv_indptr_buf = paged_kv_indptr_buffer
+        self._paged_kv_indptr_buf: Any = paged_kv_indptr_buffer
         self._paged_kv_indices_buf = paged_kv_indices_buffer
         self._paged_kv_last_page_len_buf = paged_kv_last_page_len_buffer
-        self._qo_indptr_buf: torch.Tensor | None = None
+        self._qo_indptr_buf: Any = None
         if use_cuda_graph:
             assert paged_kv_last_page_len_buffer is not None
             self._qo_indptr_buf = _arange(len(paged_kv_last_page_len_buffer) + 1)
