@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from harness.core.capability import SGLANG_CAPABILITIES, Capability
 from harness.core.case import Case, Execution, Family, Mode
 from harness.core.conventions import Conventions
 from harness.core.numerics import Numerics
@@ -58,6 +59,11 @@ class SGLangSubject(Subject):
         """Raises UsageError where the release is not installed."""
         activate(self.release, self.source)
         return new_draft_backend(self.classes, case=case, **pools)
+
+    @property
+    def capability(self) -> Capability:
+        """See ``Subject``."""
+        return SGLANG_CAPABILITIES[self.family, self.kernel]
 
     def adapted(self, case: Case) -> Case:
         """Without a k_scale where the pool of this backend does not divide by one."""

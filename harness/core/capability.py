@@ -171,20 +171,17 @@ TRITON = Capability(
     "every size to the next power of two",
 )
 
-CAPABILITIES = {
-    (family, capability.name): capability
-    for capability in (
-        REFERENCE,
-        XQA,
-        TRTLLM_GEN_MHA,
-        TRTLLM_GEN_MLA,
-        FLASH_MLA,
-        FLASHINFER_MHA,
-        FLASHINFER_MLA,
-        TRITON,
-    )
-    for family in capability.families
-}
+
+Table = dict[tuple[Family, str], Capability]
+
+
+def _table(*capabilities: Capability) -> Table:
+    return {(family, row.name): row for row in capabilities for family in row.families}
+
+
+CAPABILITIES = _table(REFERENCE, XQA, TRTLLM_GEN_MHA, TRTLLM_GEN_MLA, FLASH_MLA)
+# Of kernels that SGLang's own backends alone call; `specgate limits` has nothing to ask.
+SGLANG_CAPABILITIES = CAPABILITIES | _table(FLASHINFER_MHA, FLASHINFER_MLA, TRITON)
 
 
 def device_refusal(capability: Capability, gpu: tuple[int, int] | None) -> str | None:
