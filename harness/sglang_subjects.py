@@ -9,10 +9,14 @@ from typing import Any
 
 import torch
 
+from harness.core.capability import SGLANG_CAPABILITIES, Capability
 from harness.core.case import Case, Execution, Family, Mode
 from harness.core.conventions import Conventions
 from harness.core.numerics import Numerics
 from harness.sglang.backend import (
+    FLASHINFER_MHA,
+    FLASHINFER_MLA,
+    TRITON,
     TRTLLM_MHA,
     TRTLLM_MLA,
     Classes,
@@ -22,7 +26,7 @@ from harness.sglang.backend import (
     new_draft_backend,
 )
 from harness.sglang.process import activate
-from harness.sglang.releases import Release
+from harness.sglang.releases import RELEASES, Release
 from harness.subjects import ALL_MODES, Subject
 
 
@@ -56,6 +60,11 @@ class SGLangSubject(Subject):
         activate(self.release, self.source)
         return new_draft_backend(self.classes, case=case, **pools)
 
+    @property
+    def capability(self) -> Capability:
+        """See ``Subject``."""
+        return SGLANG_CAPABILITIES[self.family, self.kernel]
+
     def adapted(self, case: Case) -> Case:
         """Without a k_scale where the pool of this backend does not divide by one."""
         scaled = self.conventions.scales_mla_cache or self.family is Family.MHA
@@ -67,7 +76,9 @@ class SGLangSubject(Subject):
         return f"specgate upstream {which} -k '{trial}'"
 
     def numerics(self, device: torch.device | str) -> Numerics:
-        """As of the kernel; prefill on SM90 is fmha_v2's, which takes its query in FP8."""
+        """As of the backend; MHA prefill on SM90 is fmha_v2's, which takes its query in FP8."""
+        if self.classes in NUMERICS:
+            return NUMERICS[self.classes]
         plain = super().numerics(device)
         context = frozenset({Mode.EXTEND, Mode.DRAFT_EXTEND})
         return replace(plain, rounds_query=plain.rounds_query | context)
@@ -79,21 +90,55 @@ class SGLangSubject(Subject):
         if case.mode not in self.served_modes:
             return f"sglang {self.release.version} has no ForwardMode.DRAFT_EXTEND"
         for holds, reason in NOT_PRODUCED.items():
-            if holds(case):
+            if holds(self, case, execution):
                 return reason
         return super().refusal(case, execution, device)
 
+    @property
+    def drafts_with_window(self) -> bool:
+        """Whether a multi-step draft backend serves a draft model with a window."""
+        versions = list(RELEASES)
+        recent = versions.index(self.release.version) >= versions.index("0.5.23")
+        return self.classes == TRITON and recent
 
-NOT_PRODUCED: dict[Callable[[Case], bool], str] = {
-    lambda case: case.padded_rows > 0: (
+
+NOT_PRODUCED: dict[Callable[[SGLangSubject, Case, Execution], bool], str] = {
+    lambda _, case, __: case.padded_rows > 0: (
         "DP padding is done by sglang's worker, which plans again or truncates; not at this seam"
     ),
-    lambda case: case.mode is Mode.MULTI_STEP_DRAFT and case.window_left >= 0: (
-        "sglang makes no multi-step draft backend for a draft model with a window: its parent "
-        "asserts num_wrappers == 1"
+    lambda subject, case, _: (
+        case.mode is Mode.MULTI_STEP_DRAFT
+        and case.window_left >= 0
+        and not subject.drafts_with_window
+    ): (
+        "this multi-step draft backend of sglang makes no index tensors for a draft model with a "
+        "window"
     ),
-    lambda case: case.family is Family.MLA and case.mode is Mode.EXTEND: (
-        "MLA prefill runs on FlashInfer's ragged and MLA wrappers, which have no stand-in yet"
+    lambda subject, case, execution: (
+        subject.classes == FLASHINFER_MLA
+        and case.mode in (Mode.DRAFT_EXTEND, Mode.DRAFT_EXTEND_V2)
+        and execution is Execution.GRAPH
+    ): "sglang captures no draft extend on flashinfer's MLA (eagle_worker_v2.py lists who can)",
+}
+
+# FlashInfer's prefill on two wrappers: one for the batch's own keys, one for those of the cache.
+RAGGED = frozenset({(Mode.EXTEND, Execution.EAGER), (Mode.DRAFT_EXTEND_V2, Execution.EAGER)})
+EXTENDS = (Mode.EXTEND, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND, Mode.DRAFT_EXTEND_V2)
+NUMERICS = {
+    # With a prefix, prefill falls back to flashinfer's MLA, which takes the query as it is; no row
+    # has an FP8 cache and no prefix.
+    TRTLLM_MLA: Numerics(rounds_query=ALL_MODES - {Mode.EXTEND}),
+    FLASHINFER_MHA: Numerics(
+        attends_new_keys=RAGGED,
+        merges=RAGGED,
+        source="sglang 0.5.23, flashinfer_backend.py, forward_extend: merge_state of two results",
+    ),
+    FLASHINFER_MLA: Numerics(),
+    TRITON: Numerics(
+        attends_new_keys=frozenset(
+            (mode, execution) for mode in EXTENDS for execution in Execution
+        ),
+        source="sglang 0.5.23, triton_backend.py, forward_extend: k and v of the batch",
     ),
 }
 
@@ -123,5 +168,9 @@ def sglang_subjects(release: Release, source: Path | None = None) -> tuple[SGLan
             (Family.MHA, TRTLLM_MHA, "xqa", MHA_CONVENTIONS),
             (Family.MHA, TRTLLM_MHA, "trtllm_gen", MHA_CONVENTIONS),
             (Family.MLA, TRTLLM_MLA, "trtllm_gen", MLA_CONVENTIONS),
+            (Family.MHA, FLASHINFER_MHA, "flashinfer", MHA_CONVENTIONS),
+            (Family.MLA, FLASHINFER_MLA, "flashinfer", MLA_CONVENTIONS),
+            (Family.MHA, TRITON, "triton", MHA_CONVENTIONS),
+            (Family.MLA, TRITON, "triton", MLA_CONVENTIONS),
         )
     )

@@ -139,11 +139,49 @@ FLASH_MLA = Capability(
     source="sglang-kernel 0.4.4, sgl_kernel/flash_mla.py",
 )
 
-CAPABILITIES = {
-    (family, capability.name): capability
-    for capability in (REFERENCE, XQA, TRTLLM_GEN_MHA, TRTLLM_GEN_MLA, FLASH_MLA)
-    for family in capability.families
-}
+FLASHINFER_MHA = Capability(
+    name="flashinfer",
+    families=frozenset({Family.MHA}),
+    head_dims=frozenset({64, 128, 256}),
+    dtypes=HALF,
+    kv_dtypes=HALF_KV,
+    sinks=False,
+    source="flashinfer 0.6.12, flashinfer/prefill.py and decode.py, backend fa2 on pages of one "
+    "token; sglang's backend hands it no sinks",
+)
+FLASHINFER_MLA = Capability(
+    name="flashinfer",
+    families=frozenset({Family.MLA}),
+    mla_dims=frozenset({(512, 64)}),
+    dtypes=HALF,
+    kv_dtypes=HALF_KV,
+    window=False,
+    sinks=False,
+    max_group_size=128,
+    source="flashinfer 0.6.12, flashinfer/mla.py BatchMLAPagedAttentionWrapper; sglang's backend "
+    "casts an FP8 cache to the query's dtype",
+)
+TRITON = Capability(
+    name="triton",
+    families=frozenset(Family),
+    dtypes=HALF,
+    kv_dtypes=HALF_KV,
+    max_group_size=128,
+    source="sglang 0.5.23, kernels/ops/attention/decode_attention.py and extend_attention.py mask "
+    "every size to the next power of two",
+)
+
+
+Table = dict[tuple[Family, str], Capability]
+
+
+def _table(*capabilities: Capability) -> Table:
+    return {(family, row.name): row for row in capabilities for family in row.families}
+
+
+CAPABILITIES = _table(REFERENCE, XQA, TRTLLM_GEN_MHA, TRTLLM_GEN_MLA, FLASH_MLA)
+# Of kernels that SGLang's own backends alone call; `specgate limits` has nothing to ask.
+SGLANG_CAPABILITIES = CAPABILITIES | _table(FLASHINFER_MHA, FLASHINFER_MLA, TRITON)
 
 
 def device_refusal(capability: Capability, gpu: tuple[int, int] | None) -> str | None:

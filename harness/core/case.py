@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -214,6 +215,13 @@ class Case:
     def max_total_len(self) -> int:
         """Longest length any request may reach: the context and one round of draft tokens."""
         return self.max_context_len + max(self.num_draft_tokens, self.num_steps)
+
+    @property
+    def scaling(self) -> float:
+        """Of the softmax argument; twice the usual, so that keys differ in weight."""
+        mla = self.family is Family.MLA
+        dim = self.kv_lora_rank + self.qk_rope_head_dim if mla else self.head_dim
+        return 2.0 / math.sqrt(dim)
 
     @property
     def seed(self) -> int:

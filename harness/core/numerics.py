@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from harness.core.case import Case, KVDtype, Mode
+from harness.core.case import Case, Execution, KVDtype, Mode
 
 ANY_MODE = frozenset(Mode)
 DECODE_KERNEL = ANY_MODE - {Mode.EXTEND, Mode.DRAFT_EXTEND}
@@ -23,6 +23,9 @@ class Numerics:
         rounds_weights: modes in which it rounds softmax weights to FP8 over an FP8 cache.
         spreads_nan: cache dtypes and modes in which it multiplies masked values by zero instead of
             skipping them, so that a NaN in an unwritten slot of a live page spreads.
+        attends_new_keys: forwards that take the batch's own keys and values as they are, not as
+            an FP8 cache holds them.
+        merges: forwards that add up two partial results, each rounded to the query's dtype.
         source: of these facts.
     """
 
@@ -30,7 +33,13 @@ class Numerics:
     rounds_query: frozenset[Mode] = frozenset()
     rounds_weights: frozenset[Mode] = frozenset()
     spreads_nan: frozenset[KVDtype | Mode] = frozenset()
+    attends_new_keys: frozenset[tuple[Mode, Execution]] = frozenset()
+    merges: frozenset[tuple[Mode, Execution]] = frozenset()
     source: str = ""
+
+    def budget(self, mode: Mode, execution: Execution) -> float:
+        """Times the error that a plain implementation is allowed, in a forward."""
+        return self.budget_factor * (2 if (mode, execution) in self.merges else 1)
 
     def unread(self, case: Case) -> float:
         """Content of slots that no query may see: NaN, or where that spreads, a large number."""

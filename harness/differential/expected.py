@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from harness.core.case import Case, Family, KVDtype, Mode
+from harness.core.case import Case, Execution, Family, KVDtype, Mode
 from harness.core.numerics import PLAIN, Numerics
 from harness.differential.dense import DenseRows, dense_rows
 from harness.differential.input_types import BatchInputs, TrialInputs
@@ -52,6 +52,7 @@ def expect(
     *,
     fed_tokens: torch.Tensor | None = None,
     numerics: Numerics = PLAIN,
+    execution: Execution = Execution.EAGER,
 ) -> Expected:
     """Expected results of the tested batch, from its dense problem alone.
 
@@ -60,17 +61,24 @@ def expect(
         fed_tokens: [bs, num_steps - 1] int64, tokens that a multi-step draft really fed itself, so
             that one near-tie does not change everything after it; its choices are judged apart.
         numerics: of the kernel; the oracle is asked for what remains after its roundings.
+        execution: of the forward.
     """
     case = inputs.case
     rounds_query = case.mode in numerics.rounds_query
     problems = [_problem(inputs, i, fed_tokens, rounds_query) for i in range(case.bs)]
+    new = [_tail(rows, n) for rows, n in zip(problems, case.q_lens, strict=True)]
+    if (case.mode, execution) in numerics.attends_new_keys:
+        exact = [_exact_rows(inputs, i) for i in range(case.bs)]
+        problems = [
+            _with_tail(rows, own, n)
+            for rows, own, n in zip(problems, exact, case.q_lens, strict=True)
+        ]
     dtype = getattr(torch, case.dtype)
     rounds_weights = case.mode in numerics.rounds_weights and case.kv_dtype is KVDtype.FP8
     weights_dtype = torch.float8_e4m3fn if rounds_weights else dtype
     plain = partial(low_precision_attend, dtype=dtype, weights_dtype=weights_dtype)
     oracle = _answer(inputs, problems, attend, torch.float64)
     reference = _answer(inputs, problems, plain, dtype)
-    new = [_tail(rows, n) for rows, n in zip(problems, case.q_lens, strict=True)]
     empty = [_tail(_problem_of_nothing(inputs, case), 0)]
     return Expected(
         oracle=oracle,
@@ -88,11 +96,8 @@ def _problem_of_nothing(inputs: TrialInputs, case: Case) -> DenseRows:
 def _problem(
     inputs: TrialInputs, i: int, fed_tokens: torch.Tensor | None, rounds_query: bool
 ) -> DenseRows:
-    case, batch = inputs.case, inputs.tested
-    new = batch.new_tokens[i] if fed_tokens is None else fed_tokens[i].cpu()
-    tokens = torch.cat((batch.history[i], new))
-    positions = torch.arange(len(tokens))
-    rows = dense_rows(inputs.weights, case, tokens, positions, queries=case.q_lens[i])
+    case = inputs.case
+    rows = _exact_rows(inputs, i, fed_tokens)
     if case.kv_dtype is not KVDtype.FP8:
         return rows
     # The latent of MLA is key and value at once, so it has the key's scale.
@@ -102,6 +107,25 @@ def _problem(
         k=quantize_dequantize(rows.k, case.k_scale),
         v=quantize_dequantize(rows.v, v_scale),
     )
+
+
+def _exact_rows(inputs: TrialInputs, i: int, fed_tokens: torch.Tensor | None = None) -> DenseRows:
+    """The rows of a request before anything is cast to FP8."""
+    case, batch = inputs.case, inputs.tested
+    new = batch.new_tokens[i] if fed_tokens is None else fed_tokens[i].cpu()
+    tokens = torch.cat((batch.history[i], new))
+    positions = torch.arange(len(tokens))
+    return dense_rows(inputs.weights, case, tokens, positions, queries=case.q_lens[i])
+
+
+def _with_tail(rows: DenseRows, own: DenseRows, n: int) -> DenseRows:
+    """The rows with the last n keys and values of ``own``."""
+    start = rows.k.shape[1] - n
+    k, v = (
+        torch.cat((old[:, :start], new[:, start:]), 1)
+        for old, new in ((rows.k, own.k), (rows.v, own.v))
+    )
+    return DenseRows(q=rows.q, k=k, v=v)
 
 
 def _tail(rows: DenseRows, n: int) -> tuple[torch.Tensor, torch.Tensor]:

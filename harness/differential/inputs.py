@@ -154,5 +154,5 @@ def _weights(case: Case) -> ProbeWeights:
         k_rope=table(1, rope) if mla else None,
         sinks=torch.randn(layers, heads, generator=generator) + 1 if case.sinks else None,
         lm_head=_rounded(torch.randn(hidden, VOCAB, generator=generator) / hidden**0.5, case),
-        scaling=2.0 / math.sqrt(dim + rope),
+        scaling=case.scaling,
     )

@@ -46,10 +46,10 @@ def judge(
     fed = None
     if isinstance(result.output, DraftOutput):
         fed = result.output.draft_tokens[:, :-1]
-    expected = expect(inputs, fed_tokens=fed, numerics=numerics)
+    expected = expect(inputs, fed_tokens=fed, numerics=numerics, execution=execution)
     violations = [*check_semaphores(workspaces), *_violations(result, execution, conventions)]
     comparisons = [_broken(line) for line in violations]
-    comparisons += _numbers(result, expected, numerics.budget_factor)
+    comparisons += _numbers(result, expected, numerics.budget(case.mode, execution))
     comparisons += _cache(result.pool_state, expected)
     if isinstance(result.output, DraftOutput):
         comparisons.append(_draft_tokens(result.output, batch, expected))

@@ -7,6 +7,7 @@ hand, because ``custom_op`` imports the compiler: a second at every start.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -16,20 +17,33 @@ from harness.kernels.value_checks import check_cumulative, check_lengths
 
 NAMESPACE = "specgate"
 OpaqueFunction = Callable[..., torch.Tensor]
+Function = TypeVar("Function", bound=Callable[..., Any])
 SCHEMAS: dict[str, str] = {}
 
 
 def _opaque(function: OpaqueFunction) -> OpaqueFunction:
     """Register a function as ``specgate::<its name>``, with a shape function beside it."""
     SCHEMAS[function.__name__] = torch.library.infer_schema(function, mutates_args=())
-    return _register(function.__name__, function, SCHEMAS[function.__name__])
+    return _register(function.__name__, function, SCHEMAS[function.__name__], _result)
 
 
-def _register(name: str, function: OpaqueFunction, schema: str) -> OpaqueFunction:
+def operation(shapes: Callable[..., Any]) -> Callable[[Function], Function]:
+    """Register a function as ``specgate::<its name>``; ``shapes`` makes results of its shapes."""
+
+    def register(function: Function) -> Function:
+        schema = torch.library.infer_schema(function, mutates_args=())
+        return cast(Function, _register(function.__name__, function, schema, shapes))
+
+    return register
+
+
+def _register(
+    name: str, function: Callable[..., Any], schema: str, shapes: Callable[..., Any]
+) -> Callable[..., Any]:
     torch.library.define(f"{NAMESPACE}::{name}", schema)
     torch.library.impl(f"{NAMESPACE}::{name}", "CompositeExplicitAutograd")(function)
-    torch.library.register_fake(f"{NAMESPACE}::{name}")(_result)
-    registered: OpaqueFunction = getattr(getattr(torch.ops, NAMESPACE), name).default
+    torch.library.register_fake(f"{NAMESPACE}::{name}")(shapes)
+    registered: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
     return registered
 
 
@@ -41,7 +55,7 @@ def opaque(kind: str, name: str, function: OpaqueFunction) -> OpaqueFunction:
         name: of the operation, unique in the process.
         function: of the call's fields, by keyword.
     """
-    return _register(name, function, SCHEMAS[f"paged_{kind}"])
+    return _register(name, function, SCHEMAS[f"paged_{kind}"], _result)
 
 
 def _result(

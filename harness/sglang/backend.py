@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from harness.sglang.patches import WithoutCUDA
 from harness.sglang.process import load
 from harness.sglang.stubs.flashinfer import served_by
 from harness.upstream.base_attn_backend import AttentionBackend, MultiStepDraftBackend
-from harness.upstream.forward_batch_info import ForwardBatch
+from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode
 from harness.upstream.radix_attention import RadixAttention
 
 
@@ -29,12 +30,16 @@ class Classes:
         module: below ``sglang.``.
         backend: the class that serves every mode but the multi-step draft.
         draft_backend: the class that serves the multi-step draft.
+        takes_rope: whether MLA's rotary parts are arguments of their own.
+        masks_verify: whether target verify reads the mask of the draft tree.
     """
 
     name: str
     module: str
     backend: str
     draft_backend: str
+    takes_rope: bool = True
+    masks_verify: bool = False
 
 
 TRTLLM_MHA = Classes(
@@ -48,6 +53,28 @@ TRTLLM_MLA = Classes(
     "srt.layers.attention.trtllm_mla_backend",
     "TRTLLMMLABackend",
     "TRTLLMMLAMultiStepDraftBackend",
+)
+FLASHINFER_MHA = Classes(
+    "flashinfer",
+    "srt.layers.attention.flashinfer_backend",
+    "FlashInferAttnBackend",
+    "FlashInferMultiStepDraftBackend",
+    masks_verify=True,
+)
+FLASHINFER_MLA = Classes(
+    "flashinfer",
+    "srt.layers.attention.flashinfer_mla_backend",
+    "FlashInferMLAAttnBackend",
+    "FlashInferMLAMultiStepDraftBackend",
+    masks_verify=True,
+)
+TRITON = Classes(
+    "triton",
+    "srt.layers.attention.triton_backend",
+    "TritonAttnBackend",
+    "TritonMultiStepDraftBackend",
+    takes_rope=False,
+    masks_verify=True,
 )
 
 
@@ -79,6 +106,15 @@ def plan_of(backend: Any) -> Plan | None:
     return Plan(**{name: getattr(metadata, name, None) for name in Plan.__dataclass_fields__})
 
 
+def decompressed(
+    q: torch.Tensor, k: torch.Tensor, q_rope: torch.Tensor, k_rope: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value [T, heads, …] of each head, of absorbed MLA [T, heads or 1, …]."""
+    query = torch.cat((q, q_rope), -1)
+    key = torch.cat((k, k_rope), -1).expand(-1, q.shape[1], -1).contiguous()
+    return query, key, key[..., : k.shape[-1]].contiguous()
+
+
 class SGLangBackend(AttentionBackend):
     """One backend object of sglang.
 
@@ -93,7 +129,7 @@ class SGLangBackend(AttentionBackend):
         self, theirs: Any, runner: Any, kernel: Kernel, parent: SGLangDraftBackend | None = None
     ) -> None:
         self.theirs, self.runner, self.kernel, self.parent = theirs, runner, kernel, parent
-        self.needs_cpu_seq_lens = theirs.needs_cpu_seq_lens
+        self.needs_cpu_seq_lens = getattr(theirs, "needs_cpu_seq_lens", True)
         self.planned: Any = None
         self._layers: dict[int, Any] = {}
 
@@ -103,7 +139,9 @@ class SGLangBackend(AttentionBackend):
         return plan_of(self.theirs)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Plan an eager forward."""
+        """Plan an eager forward; of a prefill the scheduler knows every length."""
+        if batch.forward_mode is ForwardMode.EXTEND:
+            batch = with_host_lens(batch)
         self.planned = new_batch(batch, self.runner, batch.out_cache_loc)
         if batch.batch_size:
             with WithoutCUDA():
@@ -114,7 +152,7 @@ class SGLangBackend(AttentionBackend):
     ) -> None:
         """The host side of planning."""
         if in_capture:
-            batch = with_host_lens(batch, self.get_cuda_graph_seq_len_fill_value())
+            batch = with_host_lens(batch)
         self.planned = new_batch(batch, self.runner, batch.out_cache_loc)
         with WithoutCUDA():
             self.theirs.init_forward_metadata_out_graph(self.planned, in_capture=in_capture)
@@ -155,7 +193,18 @@ class SGLangBackend(AttentionBackend):
             theirs = self._layers[layer.layer_id] = new_layer(layer)
         if layer.sinks is not None:
             kwargs["sinks"] = layer.sinks
+        if "q_rope" in kwargs and not self.runner.takes_rope:
+            q = torch.cat((q, kwargs.pop("q_rope")), -1)
+            k = torch.cat((k, kwargs.pop("k_rope")), -1)
         with served_by(self.kernel), WithoutCUDA():
+            if self._is_decompressed(layer):
+                # As deepseek's forward_normal does: the model writes the latent itself, and hands
+                # over a key and a value of each head.
+                locations = load("srt.mem_cache.memory_pool").KVWriteLoc.for_batch(served)
+                pool = self.runner.token_to_kv_pool
+                pool.set_mla_kv_buffer(theirs, locations, k, kwargs["k_rope"])
+                q, k, v = decompressed(q, k, kwargs.pop("q_rope"), kwargs.pop("k_rope"))
+                theirs, save_kv_cache = self._per_head(theirs), False
             out: torch.Tensor = self.theirs.forward(
                 q if "q_rope" in kwargs else q.flatten(1),
                 k,
@@ -165,7 +214,18 @@ class SGLangBackend(AttentionBackend):
                 save_kv_cache=save_kv_cache,
                 **kwargs,
             )
-        return out
+        return out.flatten(1)
+
+    def _is_decompressed(self, layer: RadixAttention) -> bool:
+        """Whether a prefill without a prefix runs on heads of its own instead of the latent."""
+        prefill = getattr(self.theirs, "forward_prefill_metadata", None)
+        extends = self.planned is not None and self.planned.forward_mode.name == "EXTEND"
+        return prefill is not None and extends and not prefill.fallback_to_flashinfer_impl
+
+    def _per_head(self, layer: Any) -> Any:
+        heads = copy(layer)
+        heads.tp_k_head_num = heads.tp_v_head_num = layer.tp_q_head_num
+        return heads
 
     def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Never called: ``forward`` hands everything on."""
@@ -179,7 +239,7 @@ class SGLangDraftBackend(MultiStepDraftBackend):
 
     def __init__(self, theirs: Any, runner: Any, kernel: Kernel, num_steps: int) -> None:
         self.theirs, self.runner, self.kernel = theirs, runner, kernel
-        self.needs_cpu_seq_lens = theirs.needs_cpu_seq_lens
+        self.needs_cpu_seq_lens = getattr(theirs, "needs_cpu_seq_lens", True)
         self.topk, self.speculative_num_steps = 1, num_steps
         steps = theirs.attn_backends[: num_steps - 1]
         self.attn_backends = [SGLangBackend(step, runner, kernel, self) for step in steps]
@@ -197,6 +257,8 @@ class SGLangDraftBackend(MultiStepDraftBackend):
                 self._locations[bs] = window
         window.view(bs, steps)[:, :-1].copy_(given.t())
         self.planned = new_batch(batch, self.runner, window)
+        if not static:  # those of the first step, as the worker sets them
+            self.planned.positions = batch.seq_lens.clone()
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Plan every step of an eager draft."""
@@ -209,7 +271,7 @@ class SGLangDraftBackend(MultiStepDraftBackend):
     ) -> None:
         """The host side of planning every step."""
         if in_capture:
-            batch = with_host_lens(batch, self.get_cuda_graph_seq_len_fill_value())
+            batch = with_host_lens(batch)
         self._plan(batch, static=True)
         with WithoutCUDA():
             self.theirs.init_forward_metadata_out_graph(self.planned, in_capture=in_capture)
@@ -258,7 +320,7 @@ def new_draft_backend(
 def _runner(
     classes: Classes, case: Case, kernel: Kernel, device: torch.device | str, pools: dict[str, Any]
 ) -> Any:
-    return new_model_runner(
+    runner = new_model_runner(
         case,
         backend=classes.name,
         server_args=publish(case, classes.name, kernel.capability.name),
@@ -266,3 +328,5 @@ def _runner(
         token_to_kv_pool=pools["token_to_kv_pool"],
         device=device,
     )
+    runner.takes_rope, runner.masks_verify = classes.takes_rope, classes.masks_verify
+    return runner

@@ -52,7 +52,7 @@ def _new_batch(batch: ForwardBatch, runner: Any, out_cache_loc: torch.Tensor | N
         out_cache_loc=out_cache_loc,
         seq_lens_cpu=batch.seq_lens_cpu,
         seq_lens_sum=batch.seq_lens_sum,
-        spec_info=_spec_info(batch),
+        spec_info=_spec_info(batch, runner),
         spec_algorithm=runner.spec_algorithm,
         req_to_token_pool=runner.req_to_token_pool,
         token_to_kv_pool=runner.token_to_kv_pool,
@@ -63,10 +63,10 @@ def _new_batch(batch: ForwardBatch, runner: Any, out_cache_loc: torch.Tensor | N
     return made
 
 
-def with_host_lens(batch: ForwardBatch, fill: int) -> ForwardBatch:
+def with_host_lens(batch: ForwardBatch) -> ForwardBatch:
     """The batch of a capture, whose lengths are all padding and therefore known to the host."""
-    on_host = torch.full((batch.batch_size,), fill, dtype=torch.int64)
-    return batch.with_changes(seq_lens_cpu=on_host, seq_lens_sum=batch.batch_size * fill)
+    on_host = batch.seq_lens.to("cpu", torch.int64, copy=True)
+    return batch.with_changes(seq_lens_cpu=on_host, seq_lens_sum=int(on_host.sum()))
 
 
 def _extend_lens(batch: ForwardBatch) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def _extend_lens(batch: ForwardBatch) -> dict[str, Any]:
     }
 
 
-def _spec_info(batch: ForwardBatch) -> Any:
+def _spec_info(batch: ForwardBatch, runner: Any) -> Any:
     spec, info = batch.spec_info, load("srt.speculative.eagle_info")
     modes = load("srt.model_executor.forward_batch_info").CaptureHiddenMode
     match spec:
@@ -109,7 +109,7 @@ def _spec_info(batch: ForwardBatch) -> Any:
             return _made(
                 info.EagleVerifyInput,
                 draft_token=spec.draft_token,
-                custom_mask=spec.custom_mask,
+                custom_mask=chain_mask(batch) if runner.masks_verify else None,
                 positions=batch.positions,
                 retrieve_index=None,
                 retrieve_next_token=None,
@@ -129,7 +129,7 @@ def _spec_info(batch: ForwardBatch) -> Any:
         case EagleDraftExtendInput():
             kind = getattr(info, "EagleDraftExtendInput", info.EagleDraftInput)
             accepted = spec.num_accept_tokens
-            return _made(
+            made = _made(
                 kind,
                 hidden_states=spec.hidden_states,
                 num_accept_tokens=accepted,
@@ -144,8 +144,24 @@ def _spec_info(batch: ForwardBatch) -> Any:
                 num_tokens_per_req=spec.num_tokens_per_req or -1,
                 num_tokens_per_batch=spec.num_tokens_per_req or -1,
             )
+            # The runner of the graph sets it, and only Triton's backend reads it.
+            made.extend_seq_lens_tensor = _extend_lens(batch).get("extend_seq_lens")
+            return made
         case _:
             return None
+
+
+def chain_mask(batch: ForwardBatch) -> torch.Tensor:
+    """The mask of a draft that is a chain, as the worker hands it over.
+
+    Returns:
+        bool, the masks [draft tokens, seq_len + draft tokens] of all requests one after the other.
+    """
+    assert isinstance(batch.spec_info, EagleVerifyInput)
+    width = batch.spec_info.draft_token_num
+    query = torch.arange(width)[:, None]
+    masks = [torch.arange(n + width) <= n + query for n in batch.seq_lens.tolist()]
+    return torch.cat([torch.zeros(0, dtype=torch.bool), *(mask.flatten() for mask in masks)])
 
 
 def _bind_plan(made: Any, translator: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from harness.core.case import Case
 from harness.sglang.process import load
 
-XQA = "xqa"
+SM90_KERNELS = frozenset({"xqa", "flashinfer", "triton"})
 _held: list[Any] = []
 
 
@@ -17,7 +17,11 @@ def server_arguments(case: Case, backend: str) -> dict[str, Any]:
         "attention_backend": backend,
         "chunked_prefill_size": -1,
         "disable_chunked_prefix_cache": True,
+        # Absorbed MLA, which our rows are, in every prefill.
+        "flashinfer_mla_disable_ragged": True,
+        "triton_attention_num_kv_splits": 2,
         "kv_cache_dtype": "auto",
+        "page_size": case.page_size,
         "speculative_algorithm": "EAGLE",
         "speculative_eagle_topk": 1,
         "speculative_num_steps": case.num_steps,
@@ -35,9 +39,8 @@ def publish(case: Case, backend: str, kernel: str) -> Any:
         _held.append(ranks)
     while len(_held) > 1:
         _held.pop().restore()
-    platform = runtime.override_platform(
-        is_sm90=kernel == XQA, is_sm100=kernel != XQA, is_sm120=False
-    )
+    on_sm90 = kernel in SM90_KERNELS
+    platform = runtime.override_platform(is_sm90=on_sm90, is_sm100=not on_sm90, is_sm120=False)
     platform.install()
     arguments = runtime.get_context().override_server_args(**server_arguments(case, backend))
     published = arguments.install()

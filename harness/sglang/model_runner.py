@@ -57,7 +57,7 @@ def model_config(case: Case) -> ModelConfig:
         kv_lora_rank=case.kv_lora_rank,
         qk_nope_head_dim=case.kv_lora_rank,
         qk_rope_head_dim=case.qk_rope_head_dim,
-        scaling=1.0,
+        scaling=case.scaling,
         vocab_size=1,
         dtype=getattr(torch, case.dtype),
         is_encoder_decoder=False,
@@ -134,6 +134,10 @@ def new_model_runner(
         is_hybrid_swa=config.is_hybrid_swa,
         sliding_window_size=config.sliding_window_size,
         use_mla_backend=case.family is Family.MLA,
+        hybrid_gdn_config=None,
+        kimi_linear_config=None,
+        linear_attn_model_spec=None,
+        decode_num_tokens_per_req=lambda **_: case.num_draft_tokens,
     )
     made.kv_index_translator = _translator(made)
     return made

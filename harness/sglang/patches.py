@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from harness.graphs.host_syncs import INTERNAL_FILES
+from harness.sglang.triton_attention import decode_attention_fwd, extend_attention_fwd
 
 INTERNAL_FILES.add(__file__)
 FP8 = torch.float8_e4m3fn
@@ -57,6 +58,7 @@ class Patch:
     reason: str
 
 
+_TRITON = ("kernels.ops.attention.{0}", "srt.layers.attention.triton_ops.{0}")
 _MLA = "srt.layers.attention.trtllm_mla_backend"
 PATCHES = (
     Patch(
@@ -64,6 +66,18 @@ PATCHES = (
         ("kernels.ops.kvcache.fused_fp8_qkv_kv_cache", "jit_kernel.fused_fp8_qkv_kv_cache"),
         fused_fp8_qkv_kv_cache,
         "a CUDA kernel compiled at its first call",
+    ),
+    *(
+        Patch(
+            function.__name__,
+            tuple(folder.format(module) for folder in _TRITON),
+            function,
+            "interpreted, a launch takes seconds, and bfloat16 is multiplied as integers",
+        )
+        for module, function in (
+            ("decode_attention", decode_attention_fwd),
+            ("extend_attention", extend_attention_fwd),
+        )
     ),
     Patch("_jit_fixup_module", (_MLA,), lambda dtype: None, "compiles a CUDA kernel"),
     Patch(

@@ -12,6 +12,18 @@ import torch
 from harness.errors import KernelRefusal, rejected
 from harness.kernels.interface import ContextCall, DecodeCall, Kernel
 from harness.kernels.reference import TorchPaged
+from harness.sglang.stubs.mla_wrapper import BatchMLAPagedAttentionWrapper
+from harness.sglang.stubs.ragged import (
+    BatchPrefillWithRaggedKVCacheWrapper,
+    merge_state,
+    trtllm_ragged_attention_deepseek,
+)
+from harness.sglang.stubs.wrappers import (
+    DECODE_GROUP_SIZES,
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+    fast_decode_plan,
+)
 
 MHA_DIM = 4
 _serving: list[Kernel] = []
@@ -249,23 +261,21 @@ def trtllm_batch_decode_with_kv_cache_mla(
     return _filled(result.view(bs, q_len, heads, kv_lora_rank), out)
 
 
-class _InertWrapper:
-    """A wrapper that a parent class makes and no phase of trtllm_mha or trtllm_mla runs."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
-
-
 SERVED: dict[str, Any] = {
     "decode.trtllm_batch_decode_with_kv_cache": trtllm_batch_decode_with_kv_cache,
     "decode.trtllm_batch_decode_with_kv_cache_mla": trtllm_batch_decode_with_kv_cache_mla,
     "prefill.trtllm_batch_context_with_kv_cache": trtllm_batch_context_with_kv_cache,
     "prefill.trtllm_fmha_v2_prefill": trtllm_fmha_v2_prefill,
-    "BatchDecodeWithPagedKVCacheWrapper": _InertWrapper,
-    "BatchPrefillWithPagedKVCacheWrapper": _InertWrapper,
-    "BatchPrefillWithRaggedKVCacheWrapper": _InertWrapper,
-    "BatchMLAPagedAttentionWrapper": _InertWrapper,
-    "decode._grouped_size_compiled_for_decode_kernels": lambda *_: True,
+    "prefill.trtllm_ragged_attention_deepseek": trtllm_ragged_attention_deepseek,
+    "BatchDecodeWithPagedKVCacheWrapper": BatchDecodeWithPagedKVCacheWrapper,
+    "BatchPrefillWithPagedKVCacheWrapper": BatchPrefillWithPagedKVCacheWrapper,
+    "BatchPrefillWithRaggedKVCacheWrapper": BatchPrefillWithRaggedKVCacheWrapper,
+    "BatchMLAPagedAttentionWrapper": BatchMLAPagedAttentionWrapper,
+    "fast_decode_plan": fast_decode_plan,
+    "cascade.merge_state": merge_state,
+    "decode._grouped_size_compiled_for_decode_kernels": lambda heads, kv_heads: (
+        heads // kv_heads in DECODE_GROUP_SIZES
+    ),
     "utils.get_device_sm_count": lambda device: 1,
     "utils.get_trtllm_gen_multi_ctas_kv_counter_bytes": lambda bs, heads, sms: 1,
 }

@@ -1,0 +1,1 @@
+"""Claims: what stands in for packages that SGLang imports."""

@@ -1,0 +1,302 @@
+"""The stand-ins of FlashInfer's wrappers: right, as strict as the real ones, and graph-safe."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from harness.errors import KernelRefusal
+from harness.graphs.tape import Tape
+from harness.sglang.stubs.mla_wrapper import BatchMLAPagedAttentionWrapper
+from harness.sglang.stubs.ragged import BatchPrefillWithRaggedKVCacheWrapper, merge_state
+from harness.sglang.stubs.wrappers import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+    fast_decode_plan,
+)
+
+HEADS, KV_HEADS, DIM, SLOTS = 4, 2, 64, 40
+WORKSPACE = torch.zeros(16)
+BF16 = torch.bfloat16
+SCALE = 0.2
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+KEYS, VALUES = drawn(SLOTS, KV_HEADS, DIM).to(BF16), drawn(SLOTS + 1, KV_HEADS, DIM).to(BF16)[1:]
+
+
+def int32(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def dense(
+    q: torch.Tensor, slots: list[int], *, window: int = -1, causal: bool = True
+) -> torch.Tensor:
+    """Query by query and head by head in float64; queries are the last of ``slots``."""
+    out = torch.zeros(*q.shape, dtype=torch.float64)
+    for i, row in enumerate(q):
+        position = len(slots) - len(q) + i
+        seen = [
+            slot
+            for j, slot in enumerate(slots)
+            if (j <= position or not causal) and (window < 0 or j >= position - window)
+        ]
+        for head in range(q.shape[1]):
+            kv_head = head * KV_HEADS // q.shape[1]
+            scores = torch.tensor(
+                [float(row[head].double() @ KEYS[s, kv_head].double()) * SCALE for s in seen]
+            )
+            weights = scores.double().softmax(0)
+            out[i, head] = weights @ VALUES[seen, kv_head].double()
+    return out
+
+
+def planned_decode(*, wrapper: Any = None, **changes: Any) -> Any:
+    wrapper = wrapper or BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "NHD")
+    arguments: dict[str, Any] = {
+        "indptr": int32(0, 3, 8),
+        "indices": int32(7, 1, 9, 30, 2, 11, 12, 5),
+        "last_page_len": int32(1, 1),
+        "num_qo_heads": HEADS,
+        "num_kv_heads": KV_HEADS,
+        "head_dim": DIM,
+        "page_size": 1,
+        "q_data_type": BF16,
+        "data_type": BF16,
+    }
+    wrapper.begin_forward(**arguments | changes)
+    return wrapper
+
+
+def planned_prefill(*, wrapper: Any = None, **changes: Any) -> Any:
+    wrapper = wrapper or BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, "NHD")
+    arguments: dict[str, Any] = {
+        "qo_indptr": int32(0, 2, 5),
+        "paged_kv_indptr": int32(0, 4, 9),
+        "paged_kv_indices": int32(7, 1, 9, 30, 2, 11, 12, 5, 6),
+        "paged_kv_last_page_len": int32(1, 1),
+        "num_qo_heads": HEADS,
+        "num_kv_heads": KV_HEADS,
+        "head_dim_qk": DIM,
+        "page_size": 1,
+        "q_data_type": BF16,
+    }
+    wrapper.begin_forward(**arguments | changes)
+    return wrapper
+
+
+def close(obtained: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(obtained.double(), expected, rtol=0.01, atol=0.01)
+
+
+def test_decode_reads_the_slots_of_each_request() -> None:
+    q = drawn(2, HEADS, DIM).to(BF16)
+    out = planned_decode().forward(q, (KEYS, VALUES), sm_scale=SCALE)
+    close(out[:1], dense(q[:1], [7, 1, 9]))
+    close(out[1:], dense(q[1:], [30, 2, 11, 12, 5]))
+
+
+@pytest.mark.parametrize("window", [-1, 0, 2])
+def test_prefill_is_causal_within_a_window_that_was_planned(window: int) -> None:
+    q = drawn(5, HEADS, DIM).to(BF16)
+    options = {"causal": True, "sm_scale": SCALE, "window_left": window}
+    out = planned_prefill(window_left=window).forward(q, (KEYS, VALUES), **options)
+    close(out[:2], dense(q[:2], [7, 1, 9, 30], window=window))
+    close(out[2:], dense(q[2:], [2, 11, 12, 5, 6], window=window))
+
+
+def test_a_window_that_was_not_planned_is_no_window() -> None:
+    q = drawn(5, HEADS, DIM).to(BF16)
+    options = {"causal": True, "sm_scale": SCALE, "window_left": 1}
+    out = planned_prefill().forward(q, (KEYS, VALUES), **options)
+    close(out[2:], dense(q[2:], [2, 11, 12, 5, 6]))
+
+
+def test_a_custom_mask_replaces_causality() -> None:
+    q = drawn(5, HEADS, DIM).to(BF16)
+    everything = torch.ones(2 * 4 + 3 * 5, dtype=torch.bool)
+    wrapper = planned_prefill(custom_mask=everything)
+    out = wrapper.forward(q, (KEYS, VALUES), causal=True, sm_scale=SCALE)
+    close(out[:2], dense(q[:2], [7, 1, 9, 30], causal=False))
+    everything[8 + 5 :: 5] = False  # later queries of request 1 lose its first key
+    wrapper = planned_prefill(custom_mask=everything)
+    out = wrapper.forward(q, (KEYS, VALUES), causal=True, sm_scale=SCALE)
+    close(out[3:4], dense(q[3:4], [11, 12, 5, 6], causal=False))
+
+
+def test_two_partial_results_merge_to_the_whole() -> None:
+    q = drawn(2, HEADS, DIM).to(BF16)
+    cached = planned_prefill(
+        qo_indptr=int32(0, 2),
+        paged_kv_indptr=int32(0, 3),
+        paged_kv_indices=int32(4, 8, 15),
+        paged_kv_last_page_len=int32(1),
+    )
+    ragged = BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE, "NHD")
+    both = int32(0, 2)
+    ragged.begin_forward(both, both, HEADS, KV_HEADS, DIM, q_data_type=BF16)
+    options = {"sm_scale": SCALE}
+    a = cached.forward_return_lse(q, (KEYS, VALUES), causal=False, **options)
+    b = ragged.forward_return_lse(q, KEYS[20:22], VALUES[20:22], causal=True, **options)
+    close(merge_state(*a, *b)[0], dense(q, [4, 8, 15, 20, 21]))
+
+
+def test_merging_with_nothing_changes_nothing() -> None:
+    v, s = drawn(3, HEADS, DIM), drawn(3, HEADS)
+    nothing = torch.full_like(s, -torch.inf)
+    merged, total = merge_state(v, s, torch.zeros_like(v), nothing)
+    torch.testing.assert_close(merged, v)
+    torch.testing.assert_close(total, s)
+
+
+def test_the_logarithm_is_of_base_two() -> None:
+    q = torch.zeros(2, HEADS, DIM, dtype=BF16)
+    _, lse = planned_decode().forward_return_lse(q, (KEYS, VALUES), sm_scale=SCALE)
+    assert lse[:, 0].tolist() == pytest.approx([math.log2(3), math.log2(5)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"indptr": torch.tensor([0, 3, 8])}, "indptr"),
+        ({"indices": torch.tensor([7, 1, 9, 30, 2, 11, 12, 5])}, "indices"),
+        ({"num_qo_heads": 5}, "num_qo_heads"),
+        ({"num_qo_heads": 10}, "group_size"),
+        ({"head_dim": 80}, "head_dim"),
+        ({"page_size": 16}, "page_size"),
+        ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode"),
+    ],
+)
+def test_a_decode_plan_refuses(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(KernelRefusal, match=named):
+        planned_decode(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"indptr": int32(1, 3, 8)}, "starting at 0"),
+        ({"indptr": int32(0, 5, 3)}, "never decreasing"),
+        ({"indptr": int32(0, 3, 9)}, "ending within 8"),
+        ({"indices": int32(7, 1, 9, 30, 2, 11, 12, SLOTS)}, "kv_indices"),
+        ({"indices": int32(7, 1, 9, 30, 2, 11, 12, -1)}, "kv_indices"),
+        ({"data_type": torch.float16}, "keys.dtype"),
+        ({"num_kv_heads": 4}, "keys.heads"),
+    ],
+)
+def test_a_decode_run_refuses_what_was_planned(changes: dict[str, Any], named: str) -> None:
+    wrapper = planned_decode(**changes)
+    with pytest.raises(KernelRefusal, match=named):
+        wrapper.forward(drawn(2, HEADS, DIM).to(BF16), (KEYS, VALUES), sm_scale=SCALE)
+
+
+@pytest.mark.parametrize(
+    ("q", "named"),
+    [
+        (drawn(3, HEADS, DIM).to(BF16), "q rows"),
+        (drawn(2, HEADS, DIM), "q.dtype"),
+        (drawn(2, 2 * HEADS, DIM).to(BF16)[:, ::2], "q.stride"),
+    ],
+)
+def test_a_run_refuses_a_query_that_was_not_planned(q: torch.Tensor, named: str) -> None:
+    wrapper = planned_decode()
+    with pytest.raises(KernelRefusal, match=named):
+        wrapper.forward(q, (KEYS, VALUES), sm_scale=SCALE)
+
+
+def test_a_run_needs_a_plan() -> None:
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "NHD")
+    with pytest.raises(KernelRefusal, match="a plan before it"):
+        wrapper.forward(drawn(2, HEADS, DIM).to(BF16), (KEYS, VALUES))
+
+
+def test_a_mask_that_is_too_short_is_refused() -> None:
+    with pytest.raises(KernelRefusal, match="custom_mask size"):
+        planned_prefill(custom_mask=torch.ones(22, dtype=torch.bool))
+
+
+def graph_decode(bs: int = 2) -> tuple[Any, dict[str, torch.Tensor]]:
+    buffers = {
+        "paged_kv_indptr_buffer": torch.zeros(bs + 1, dtype=torch.int32),
+        "paged_kv_indices_buffer": torch.zeros(12, dtype=torch.int32),
+        "paged_kv_last_page_len_buffer": torch.ones(bs, dtype=torch.int32),
+    }
+    return BatchDecodeWithPagedKVCacheWrapper(
+        WORKSPACE, "NHD", use_cuda_graph=True, **buffers
+    ), buffers
+
+
+def test_a_replay_reads_the_buffers_of_the_constructor() -> None:
+    wrapper, buffers = graph_decode()
+    planned_decode(wrapper=wrapper)
+    q, tape = drawn(2, HEADS, DIM).to(BF16), Tape()
+    out = tape.capture(lambda: wrapper.forward(q, (KEYS, VALUES), sm_scale=SCALE))
+    buffers["paged_kv_indices_buffer"][:3] = int32(20, 21, 22)
+    tape.replay()
+    close(out[:1], dense(q[:1], [20, 21, 22]))
+    buffers["paged_kv_indptr_buffer"].copy_(int32(0, 2, 6))
+    tape.replay()
+    close(out[:1], dense(q[:1], [20, 21]))
+
+
+def test_a_replay_refuses_more_keys_than_were_planned() -> None:
+    wrapper, buffers = graph_decode()
+    planned_decode(wrapper=wrapper)
+    q, tape = drawn(2, HEADS, DIM).to(BF16), Tape()
+    out = tape.capture(lambda: wrapper.forward(q, (KEYS, VALUES), sm_scale=SCALE))
+    longer = int32(0, 4, 9)
+    buffers["paged_kv_indptr_buffer"].copy_(longer)
+    with pytest.raises(KernelRefusal, match=r"keys of request 0 = 4 .* <= 3, as planned"):
+        tape.replay()
+    arguments = (buffers["paged_kv_last_page_len_buffer"], HEADS, KV_HEADS, DIM, 1)
+    indices = buffers["paged_kv_indices_buffer"]
+    fast_decode_plan(wrapper, longer, indices, *arguments, global_override_indptr_cpu=longer)
+    tape.replay()
+    close(out[:1], dense(q[:1], indices[:4].tolist()))
+
+
+def test_a_plan_for_a_graph_refuses_a_list_longer_than_its_buffer() -> None:
+    wrapper, _ = graph_decode()
+    with pytest.raises(KernelRefusal, match="indices_buf size = 13"):
+        planned_decode(wrapper=wrapper, indices=torch.zeros(13, dtype=torch.int32))
+
+
+def test_a_wrapper_for_graphs_needs_its_buffers() -> None:
+    with pytest.raises(KernelRefusal, match="paged_kv_indptr_buf"):
+        BatchPrefillWithPagedKVCacheWrapper(
+            WORKSPACE, "NHD", use_cuda_graph=True, qo_indptr_buf=int32(0, 1)
+        )
+
+
+def test_mla_replays_lengths_of_the_last_plan_and_slots_of_its_buffer() -> None:
+    rank, rope = 512, 64
+    latent = drawn(SLOTS, 1, rank + rope).to(BF16)
+    buffers = [int32(0, 1), int32(0, 0), torch.zeros(8, dtype=torch.int32), int32(0)]
+    wrapper = BatchMLAPagedAttentionWrapper(WORKSPACE, True, *buffers)
+
+    def plan(count: int) -> None:
+        options = (2, rank, rope, 1, False, SCALE, BF16, BF16)
+        wrapper.plan(int32(0, 1), int32(0, count), int32(*range(count)), int32(count), *options)
+
+    plan(2)
+    q, tape = torch.zeros(1, 2, rank + rope, dtype=BF16), Tape()
+    caches = latent[..., :rank], latent[..., rank:]
+    out = tape.capture(lambda: wrapper.run(q[..., :rank], q[..., rank:], *caches))
+
+    def mean(*slots: int) -> torch.Tensor:
+        return latent[list(slots), 0, :rank].double().mean(0).expand(1, 2, -1)
+
+    close(out, mean(0, 1))
+    plan(4)
+    tape.replay()
+    close(out, mean(0, 1, 2, 3))
+    buffers[2][:4] = int32(9, 8, 7, 6)
+    buffers[1].fill_(5)  # the kernel has no use for this buffer
+    tape.replay()
+    close(out, mean(9, 8, 7, 6))
