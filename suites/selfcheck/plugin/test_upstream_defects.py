@@ -1,4 +1,4 @@
-"""Defects are planted beside the release, and a judge tells the first question that they turn red."""
+"""Defects are planted beside the release; a judge tells the first question that they turn red."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fixtures import upstream_defects
 from fixtures.tables.upstream_defects import RELEASE, UPSTREAM_DEFECTS, UpstreamDefect
 from fixtures.upstream_defects import KIT, OURS, Judged, Notice, first_red, main, planned
 from fixtures.upstream_judges.overlay import edited, overlay
-from fixtures.upstream_judges.questions import Answer, Found, Question, answers, spread
+from fixtures.upstream_judges.questions import Answer, Found, Question, answers
 from harness.errors import UsageError
 from harness.sglang.releases import find_release, source_of
 
@@ -90,12 +90,6 @@ def test_every_row_fits_the_release() -> None:
         pytest.skip(f"sglang {RELEASE} is not installed in {folder}")
     for defect in UPSTREAM_DEFECTS.values():
         assert defect.new in edited(defect, folder)
-
-
-def test_a_share_of_questions_has_every_kind_and_every_edge() -> None:
-    asked = [_question(f"{k} {e}", kind=k, edge=e) for k in "ab" for e in ("short", "long", "fp8")]
-    assert [each.name for each in spread(asked, 3)] == ["a short", "b long", "a fp8"]
-    assert len(spread(asked, 100)) == 6
 
 
 def test_a_fork_answers_and_what_ends_it_is_told() -> None:
@@ -202,10 +196,8 @@ def _red() -> Found:
     raise ValueError("off by one")
 
 
-def _question(
-    name: str, ask: Any = lambda: ("", {}), kind: str = "kind", edge: str = "edge"
-) -> Question:
-    return Question(name, kind, edge, ask)
+def _question(name: str, ask: Any = lambda: ("", {})) -> Question:
+    return Question(name, "kind", ask)
 
 
 @pytest.fixture(autouse=True)
