@@ -51,6 +51,7 @@ HANDED_ON = {
     "report": ("ci.report", "print the records of a run, write their page"),
     "limits": ("harness.kernels.limits", "ask a device's kernels what they refuse"),
     "contract": ("harness.upstream.contract_watch", "tell what changed in SGLang's interface"),
+    "upstream-defects": ("fixtures.upstream_defects", "plant defects in SGLang, see who notices"),
     "wheels": ("harness.upstream.released_wheel", "extract what latency compares, from wheels"),
 }
 """Verbs that are modules with a command line of their own, which they explain by ``--help``."""

@@ -39,6 +39,7 @@ STUBS = {
         ),
         Stub("sgl_kernel", "its extension loads on CUDA alone", sgl_kernel.SERVED),
         Stub("torchvision", "its wheels do not load with a CPU build of torch", {}),
+        Stub("setproctitle", "names the processes of a server, which nothing here starts", {}),
     )
 }
 
