@@ -11,6 +11,12 @@ from harness.core.case import Case
 from harness.kernels.interface import Kernel
 from harness.sglang.batches import new_batch, new_layer, served_batch, with_host_lens
 from harness.sglang.context import publish
+from harness.sglang.graph_planning import (
+    needs_host_lens,
+    plan_in_graph,
+    plan_out_of_graph,
+    undo_warmup,
+)
 from harness.sglang.model_runner import new_model_runner
 from harness.sglang.patches import WithoutCUDA
 from harness.sglang.process import load
@@ -93,7 +99,7 @@ class SGLangBackend(AttentionBackend):
         self, theirs: Any, runner: Any, kernel: Kernel, parent: SGLangDraftBackend | None = None
     ) -> None:
         self.theirs, self.runner, self.kernel, self.parent = theirs, runner, kernel, parent
-        self.needs_cpu_seq_lens = theirs.needs_cpu_seq_lens
+        self.needs_cpu_seq_lens = needs_host_lens(theirs)
         self.planned: Any = None
         self._layers: dict[int, Any] = {}
 
@@ -117,12 +123,12 @@ class SGLangBackend(AttentionBackend):
             batch = with_host_lens(batch, self.get_cuda_graph_seq_len_fill_value())
         self.planned = new_batch(batch, self.runner, batch.out_cache_loc)
         with WithoutCUDA():
-            self.theirs.init_forward_metadata_out_graph(self.planned, in_capture=in_capture)
+            plan_out_of_graph(self.theirs, self.planned, in_capture)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """The device side of planning, recorded."""
         with WithoutCUDA():
-            self.theirs.init_forward_metadata_in_graph(self.planned)
+            plan_in_graph(self.theirs, self.planned)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what graphs read."""
@@ -135,7 +141,7 @@ class SGLangBackend(AttentionBackend):
 
     def on_after_cuda_graph_warmup(self) -> None:
         """Undo what the warm-up changed."""
-        self.theirs.on_after_cuda_graph_warmup()
+        undo_warmup(self.theirs)
 
     def forward(
         self,
@@ -179,7 +185,7 @@ class SGLangDraftBackend(MultiStepDraftBackend):
 
     def __init__(self, theirs: Any, runner: Any, kernel: Kernel, num_steps: int) -> None:
         self.theirs, self.runner, self.kernel = theirs, runner, kernel
-        self.needs_cpu_seq_lens = theirs.needs_cpu_seq_lens
+        self.needs_cpu_seq_lens = needs_host_lens(theirs)
         self.topk, self.speculative_num_steps = 1, num_steps
         steps = theirs.attn_backends[: num_steps - 1]
         self.attn_backends = [SGLangBackend(step, runner, kernel, self) for step in steps]
@@ -212,12 +218,12 @@ class SGLangDraftBackend(MultiStepDraftBackend):
             batch = with_host_lens(batch, self.get_cuda_graph_seq_len_fill_value())
         self._plan(batch, static=True)
         with WithoutCUDA():
-            self.theirs.init_forward_metadata_out_graph(self.planned, in_capture=in_capture)
+            plan_out_of_graph(self.theirs, self.planned, in_capture)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """The device side of planning every step, recorded."""
         with WithoutCUDA():
-            self.theirs.init_forward_metadata_in_graph(self.planned)
+            plan_in_graph(self.theirs, self.planned)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what graphs read."""
@@ -230,9 +236,7 @@ class SGLangDraftBackend(MultiStepDraftBackend):
 
     def on_after_cuda_graph_warmup(self) -> None:
         """Undo what the warm-up changed."""
-        hook = getattr(self.theirs, "on_after_cuda_graph_warmup", None)
-        if hook is not None:
-            hook()
+        undo_warmup(self.theirs)
 
 
 def new_backend(

@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from harness.graphs.host_syncs import INTERNAL_FILES
+from harness.sglang.gpu import is_supported
 
 INTERNAL_FILES.add(__file__)
 FP8 = torch.float8_e4m3fn
@@ -59,6 +60,15 @@ class Patch:
 
 _MLA = "srt.layers.attention.trtllm_mla_backend"
 PATCHES = (
+    *(
+        Patch(
+            f"is_{generation}_supported",
+            ("srt.utils.common", "srt.utils"),
+            is_supported(generation),
+            "asks CUDA",
+        )
+        for generation in ("sm90", "sm100", "sm120")
+    ),
     Patch(
         "fused_fp8_qkv_kv_cache",
         ("kernels.ops.kvcache.fused_fp8_qkv_kv_cache", "jit_kernel.fused_fp8_qkv_kv_cache"),
