@@ -21,6 +21,7 @@ from harness.sglang.backend import (
     new_backend,
     new_draft_backend,
 )
+from harness.sglang.context import XQA
 from harness.sglang.process import activate
 from harness.sglang.releases import Release
 from harness.subjects import ALL_MODES, Subject
@@ -78,6 +79,9 @@ class SGLangSubject(Subject):
         """Why the release or its kernel does not run this case."""
         if case.mode not in self.served_modes:
             return f"sglang {self.release.version} has no ForwardMode.DRAFT_EXTEND"
+        on_sm90 = self.kernel == XQA
+        if case.mode is Mode.EXTEND and on_sm90 and not self.release.prefills_on_sm90:
+            return f"sglang {self.release.version} takes trtllm_mha for prefill on SM100 alone"
         for holds, reason in NOT_PRODUCED.items():
             if holds(case):
                 return reason
@@ -97,10 +101,13 @@ NOT_PRODUCED: dict[Callable[[Case], bool], str] = {
     ),
 }
 
-MHA_CONVENTIONS = Conventions(zero_table_tail=False, shares_draft_table=False)
+MHA_CONVENTIONS = Conventions(
+    zero_table_tail=False, shares_draft_table=False, freezes_host_numbers=False
+)
 MLA_CONVENTIONS = Conventions(
     zero_table_tail=False,
     shares_draft_table=False,
+    freezes_host_numbers=False,
     scales_mla_cache=False,
     lacks=frozenset({"cu_seqlens_q", "cu_seqlens_k", "max_seq_len_q"}),
 )

@@ -20,6 +20,8 @@ def plan_out_of_graph(theirs: Any, batch: Any, in_capture: bool) -> None:
     elif hasattr(theirs, "attn_backends"):
         if in_capture:
             theirs.init_forward_metadata_capture_cuda_graph(batch)
+            for step in theirs.attn_backends:
+                _fill_lengths(step, 1)
         else:
             theirs.init_forward_metadata_replay_cuda_graph(batch, batch.batch_size)
     elif in_capture:
@@ -32,6 +34,7 @@ def plan_out_of_graph(theirs: Any, batch: Any, in_capture: bool) -> None:
             batch.forward_mode,
             batch.spec_info,
         )
+        _fill_lengths(theirs, len(batch.positions) // batch.batch_size)
     else:
         theirs.init_forward_metadata_replay_cuda_graph(
             batch.batch_size,
@@ -43,6 +46,15 @@ def plan_out_of_graph(theirs: Any, batch: Any, in_capture: bool) -> None:
             batch.spec_info,
             batch.seq_lens_cpu,
         )
+
+
+def _fill_lengths(theirs: Any, least: int) -> None:
+    """Lengths for the warm-up: the older capture leaves zeros, which the reference refuses."""
+    plan = getattr(theirs, "forward_metadata", None)
+    lens, bounds = (getattr(plan, name, None) for name in ("cache_seqlens_int32", "cu_seqlens_k"))
+    if lens is not None and bounds is not None:
+        lens.clamp_(min=least)
+        bounds[1:].copy_(lens.cumsum(0))
 
 
 def plan_in_graph(theirs: Any, batch: Any) -> None:

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from harness.graphs.host_syncs import INTERNAL_FILES
 from harness.sglang.gpu import is_supported
+from harness.sglang.stubs.sgl_kernel import sgl_per_tensor_quant_fp8
 
 INTERNAL_FILES.add(__file__)
 FP8 = torch.float8_e4m3fn
@@ -39,6 +40,17 @@ def fused_fp8_qkv_kv_cache(
         flat = rows.reshape(len(rows), -1)
         cache.view(-1, flat.shape[1])[cache_loc] = quantize(flat, scale)
     return None if q is None else quantize(q.reshape(len(q), -1), None)
+
+
+def scaled_fp8_quant(
+    input: torch.Tensor, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``input`` in FP8 and its scale [1], which follows from the largest value if None."""
+    made = torch.empty_like(input, dtype=FP8)
+    is_static = scale is not None
+    used = torch.zeros(1) if scale is None else scale
+    sgl_per_tensor_quant_fp8(input, made, used, is_static)
+    return made, used
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,12 @@ PATCHES = (
         ("kernels.ops.kvcache.fused_fp8_qkv_kv_cache", "jit_kernel.fused_fp8_qkv_kv_cache"),
         fused_fp8_qkv_kv_cache,
         "a CUDA kernel compiled at its first call",
+    ),
+    Patch(
+        "scaled_fp8_quant",
+        ("srt.layers.quantization.fp8_kernel", "kernels.ops.quantization.fp8_kernel"),
+        scaled_fp8_quant,
+        "imports its CUDA kernel on CUDA alone",
     ),
     Patch("_jit_fixup_module", (_MLA,), lambda dtype: None, "compiles a CUDA kernel"),
     Patch(
@@ -125,4 +143,9 @@ class WithoutCUDA(TorchFunctionMode):
         kwargs.pop("pin_memory", None)
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
+        if func is torch.Tensor.to and kwargs.get("device") == args[0].device:
+            # A tensor's own device; the host is asked for by its name, positionally.
+            del kwargs["device"]
+            if len(args) == 1 and not kwargs:
+                return args[0]
         return func(*args, **kwargs)
