@@ -102,11 +102,17 @@ class SGLangBackend(AttentionBackend):
         self.needs_cpu_seq_lens = needs_host_lens(theirs)
         self.planned: Any = None
         self._layers: dict[int, Any] = {}
+        self._lens: dict[int, torch.Tensor] = {}
 
     @property
     def forward_metadata(self) -> Plan | None:
-        """What was planned last."""
-        return plan_of(self.theirs)
+        """What was planned last; decode on MLA took the batch's own lengths up to 0.5.18."""
+        plan = plan_of(self.theirs)
+        if plan is not None and plan.cache_seqlens_int32 is None:
+            lens = (self.planned if self.parent is None else self.parent.planned).seq_lens
+            own = self._lens.setdefault(len(lens), torch.empty_like(lens, dtype=torch.int32))
+            plan.cache_seqlens_int32 = own.copy_(lens)
+        return plan
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Plan an eager forward."""
@@ -136,8 +142,10 @@ class SGLangBackend(AttentionBackend):
             self.theirs.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """seq_lens of a padded row."""
-        return int(self.theirs.get_cuda_graph_seq_len_fill_value())
+        """seq_lens of a padded row; enough for its queries, which a draft extend on MLA pads, too."""
+        fill = int(self.theirs.get_cuda_graph_seq_len_fill_value())
+        width = self.theirs.num_draft_tokens if hasattr(self.theirs, "padded_q_buffer") else 1
+        return max(fill, width) if self.runner.extends_draft else fill
 
     def on_after_cuda_graph_warmup(self) -> None:
         """Undo what the warm-up changed."""
