@@ -40,6 +40,7 @@ class SGLangSubject(Subject):
     release: Release
     classes: Classes
     source: Path | None = None
+    packs_query: bool = False
 
     @property
     def served_modes(self) -> frozenset[Mode]:
@@ -50,7 +51,9 @@ class SGLangSubject(Subject):
     def new_backend(self, case: Case, **pools: Any) -> SGLangBackend:
         """Raises UsageError where the release is not installed."""
         activate(self.release, self.source)
-        return new_backend(self.classes, case=case, **pools)
+        return new_backend(
+            self.classes, case=case, packs_query=self.packs_query, **pools
+        )
 
     def new_draft_backend(self, case: Case, **pools: Any) -> SGLangDraftBackend:
         """Raises UsageError where the release is not installed."""
@@ -101,6 +104,7 @@ NOT_PRODUCED: dict[Callable[[Case], bool], str] = {
     ),
 }
 
+PACKED_MODES = frozenset({Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2})
 MHA_CONVENTIONS = Conventions(
     zero_table_tail=False, shares_draft_table=False, freezes_host_numbers=False
 )
@@ -118,17 +122,21 @@ def sglang_subjects(release: Release, source: Path | None = None) -> tuple[SGLan
     label = "source" if source else release.version
     return tuple(
         SGLangSubject(
-            name=f"sglang-{label}/{classes.name}/{kernel}",
+            name=f"sglang-{label}/{classes.name}{'-packed_query' if packs else ''}/{kernel}",
             family=family,
             kernel=kernel,
+            modes=PACKED_MODES if packs else ALL_MODES,
             conventions=conventions,
             release=release,
             classes=classes,
             source=source,
+            packs_query=packs,
         )
-        for family, classes, kernel, conventions in (
-            (Family.MHA, TRTLLM_MHA, "xqa", MHA_CONVENTIONS),
-            (Family.MHA, TRTLLM_MHA, "trtllm_gen", MHA_CONVENTIONS),
-            (Family.MLA, TRTLLM_MLA, "trtllm_gen", MLA_CONVENTIONS),
+        for family, classes, kernel, conventions, packs in (
+            (Family.MHA, TRTLLM_MHA, "xqa", MHA_CONVENTIONS, False),
+            (Family.MHA, TRTLLM_MHA, "xqa", MHA_CONVENTIONS, True),
+            (Family.MHA, TRTLLM_MHA, "trtllm_gen", MHA_CONVENTIONS, False),
+            (Family.MLA, TRTLLM_MLA, "trtllm_gen", MLA_CONVENTIONS, False),
         )
+        if not (packs and release.packs_query)
     )

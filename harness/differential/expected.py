@@ -63,13 +63,17 @@ def expect(
     """
     case = inputs.case
     rounds_query = case.mode in numerics.rounds_query
-    problems = [_problem(inputs, i, fed_tokens, rounds_query) for i in range(case.bs)]
+    scales_query = case.mode in numerics.scales_query
+    rounded = [_problem(inputs, i, fed_tokens, rounds_query) for i in range(case.bs)]
+    problems = rounded
+    if scales_query:
+        problems = [_problem(inputs, i, fed_tokens, False) for i in range(case.bs)]
     dtype = getattr(torch, case.dtype)
     rounds_weights = case.mode in numerics.rounds_weights and case.kv_dtype is KVDtype.FP8
     weights_dtype = torch.float8_e4m3fn if rounds_weights else dtype
     plain = partial(low_precision_attend, dtype=dtype, weights_dtype=weights_dtype)
     oracle = _answer(inputs, problems, attend, torch.float64)
-    reference = _answer(inputs, problems, plain, dtype)
+    reference = _answer(inputs, rounded, plain, dtype)
     new = [_tail(rows, n) for rows, n in zip(problems, case.q_lens, strict=True)]
     empty = [_tail(_problem_of_nothing(inputs, case), 0)]
     return Expected(

@@ -93,12 +93,19 @@ class SGLangBackend(AttentionBackend):
         runner: the stand-in of its model runner.
         kernel: serves what it calls.
         parent: the multi-step draft it is a step of.
+        packs_query: whether its query is packed before it is handed over.
     """
 
     def __init__(
-        self, theirs: Any, runner: Any, kernel: Kernel, parent: SGLangDraftBackend | None = None
+        self,
+        theirs: Any,
+        runner: Any,
+        kernel: Kernel,
+        parent: SGLangDraftBackend | None = None,
+        packs_query: bool = False,
     ) -> None:
         self.theirs, self.runner, self.kernel, self.parent = theirs, runner, kernel, parent
+        self.packs_query = packs_query
         self.needs_cpu_seq_lens = needs_host_lens(theirs)
         self.planned: Any = None
         self._layers: dict[int, Any] = {}
@@ -167,6 +174,8 @@ class SGLangBackend(AttentionBackend):
         theirs = self._layers.get(layer.layer_id)
         if theirs is None:
             theirs = self._layers[layer.layer_id] = new_layer(layer)
+        if self.packs_query:
+            q = q.contiguous()
         if layer.sinks is not None:
             kwargs["sinks"] = layer.sinks
         with served_by(self.kernel), WithoutCUDA():
@@ -248,13 +257,19 @@ class SGLangDraftBackend(MultiStepDraftBackend):
 
 
 def new_backend(
-    classes: Classes, *, case: Case, kernel: Kernel, device: torch.device | str, **pools: Any
+    classes: Classes,
+    *,
+    case: Case,
+    kernel: Kernel,
+    device: torch.device | str,
+    packs_query: bool = False,
+    **pools: Any,
 ) -> SGLangBackend:
     """The backend of every mode but the multi-step draft, real but for its model runner."""
     runner = _runner(classes, case, kernel, device, pools)
     with WithoutCUDA():
         theirs = getattr(load(classes.module), classes.backend)(runner)
-    return SGLangBackend(theirs, runner, kernel)
+    return SGLangBackend(theirs, runner, kernel, packs_query=packs_query)
 
 
 def new_draft_backend(
