@@ -35,6 +35,8 @@ class SGLangSubject(Subject):
         release: whose files run.
         classes: where it keeps the backend.
         source: the folder of a checkout's ``sglang/``; the release's wheel if None.
+        packs_query: whether the model packs the query, so that what else happens to it is seen
+            where the backend does not.
     """
 
     release: Release
@@ -74,7 +76,9 @@ class SGLangSubject(Subject):
         """As of the kernel; prefill on SM90 is fmha_v2's, which takes its query in FP8."""
         plain = super().numerics(device)
         context = frozenset({Mode.EXTEND, Mode.DRAFT_EXTEND})
-        return replace(plain, rounds_query=plain.rounds_query | context)
+        rounds = plain.rounds_query | context
+        scales = self.family is Family.MHA and self.release.scales_query
+        return replace(plain, rounds_query=rounds, scales_query=rounds if scales else frozenset())
 
     def refusal(
         self, case: Case, execution: Execution, device: torch.device | str = "cpu"

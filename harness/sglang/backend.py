@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from harness.core.case import Case
+from harness.graphs.effects import Effects, observe
 from harness.kernels.interface import Kernel
 from harness.sglang.batches import new_batch, new_layer, served_batch, with_host_lens
 from harness.sglang.context import publish
@@ -85,6 +88,14 @@ def plan_of(backend: Any) -> Plan | None:
     return Plan(**{name: getattr(metadata, name, None) for name in Plan.__dataclass_fields__})
 
 
+@contextmanager
+def observed(backend: SGLangBackend | SGLangDraftBackend) -> Iterator[None]:
+    """Keep what planning inside the ``with`` does in ``backend.planning``."""
+    lens = backend.planned.seq_lens_cpu
+    with observe(host=[] if lens is None else [lens]) as backend.planning:
+        yield
+
+
 class SGLangBackend(AttentionBackend):
     """One backend object of sglang.
 
@@ -108,6 +119,7 @@ class SGLangBackend(AttentionBackend):
         self.packs_query = packs_query
         self.needs_cpu_seq_lens = needs_host_lens(theirs)
         self.planned: Any = None
+        self.planning = Effects()
         self._layers: dict[int, Any] = {}
         self._lens: dict[int, torch.Tensor] = {}
 
@@ -125,7 +137,7 @@ class SGLangBackend(AttentionBackend):
         """Plan an eager forward."""
         self.planned = new_batch(batch, self.runner, batch.out_cache_loc)
         if batch.batch_size:
-            with WithoutCUDA():
+            with observed(self), WithoutCUDA():
                 self.theirs.init_forward_metadata(self.planned)
 
     def init_forward_metadata_out_graph(
@@ -135,7 +147,7 @@ class SGLangBackend(AttentionBackend):
         if in_capture:
             batch = with_host_lens(batch, self.get_cuda_graph_seq_len_fill_value())
         self.planned = new_batch(batch, self.runner, batch.out_cache_loc)
-        with WithoutCUDA():
+        with observed(self), WithoutCUDA():
             plan_out_of_graph(self.theirs, self.planned, in_capture)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
@@ -207,6 +219,7 @@ class SGLangDraftBackend(MultiStepDraftBackend):
         steps = theirs.attn_backends[: num_steps - 1]
         self.attn_backends = [SGLangBackend(step, runner, kernel, self) for step in steps]
         self.planned: Any = None
+        self.planning = Effects()
         self._locations: dict[int, torch.Tensor] = {}
 
     def _plan(self, batch: ForwardBatch, *, static: bool) -> None:
@@ -224,7 +237,7 @@ class SGLangDraftBackend(MultiStepDraftBackend):
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Plan every step of an eager draft."""
         self._plan(batch, static=False)
-        with WithoutCUDA():
+        with observed(self), WithoutCUDA():
             self.theirs.init_forward_metadata(self.planned)
 
     def init_forward_metadata_out_graph(
@@ -234,7 +247,7 @@ class SGLangDraftBackend(MultiStepDraftBackend):
         if in_capture:
             batch = with_host_lens(batch, self.get_cuda_graph_seq_len_fill_value())
         self._plan(batch, static=True)
-        with WithoutCUDA():
+        with observed(self), WithoutCUDA():
             plan_out_of_graph(self.theirs, self.planned, in_capture)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
