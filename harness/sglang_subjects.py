@@ -48,14 +48,12 @@ class SGLangSubject(Subject):
     def served_modes(self) -> frozenset[Mode]:
         """The modes that the release has."""
         v1 = frozenset() if self.release.has_draft_extend_v1 else frozenset({Mode.DRAFT_EXTEND})
-        return ALL_MODES - v1
+        return self.modes - v1
 
     def new_backend(self, case: Case, **pools: Any) -> SGLangBackend:
         """Raises UsageError where the release is not installed."""
         activate(self.release, self.source)
-        return new_backend(
-            self.classes, case=case, packs_query=self.packs_query, **pools
-        )
+        return new_backend(self.classes, case=case, packs_query=self.packs_query, **pools)
 
     def new_draft_backend(self, case: Case, **pools: Any) -> SGLangDraftBackend:
         """Raises UsageError where the release is not installed."""

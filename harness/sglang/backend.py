@@ -161,7 +161,7 @@ class SGLangBackend(AttentionBackend):
             self.theirs.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """seq_lens of a padded row; enough for its queries, which a draft extend on MLA pads, too."""
+        """seq_lens of a padded row, enough for its queries where MLA pads a draft extend."""
         fill = int(self.theirs.get_cuda_graph_seq_len_fill_value())
         width = self.theirs.num_draft_tokens if hasattr(self.theirs, "padded_q_buffer") else 1
         return max(fill, width) if self.runner.extends_draft else fill

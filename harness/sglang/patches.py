@@ -43,13 +43,13 @@ def fused_fp8_qkv_kv_cache(
 
 
 def scaled_fp8_quant(
-    input: torch.Tensor, scale: torch.Tensor | None = None
+    x: torch.Tensor, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``input`` in FP8 and its scale [1], which follows from the largest value if None."""
-    made = torch.empty_like(input, dtype=FP8)
+    """X in FP8 and its scale [1], which follows from the largest value if None."""
+    made = torch.empty_like(x, dtype=FP8)
     is_static = scale is not None
     used = torch.zeros(1) if scale is None else scale
-    sgl_per_tensor_quant_fp8(input, made, used, is_static)
+    sgl_per_tensor_quant_fp8(x, made, used, is_static)
     return made, used
 
 

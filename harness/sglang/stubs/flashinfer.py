@@ -51,9 +51,7 @@ def _bound(block_tables: torch.Tensor, page_size: int) -> int:
     return block_tables.shape[1] * page_size
 
 
-def _on(
-    kernel: CheckedKernel, bmm1_scale: float | torch.Tensor
-) -> tuple[CheckedKernel, float]:
+def _on(kernel: CheckedKernel, bmm1_scale: float | torch.Tensor) -> tuple[CheckedKernel, float]:
     """The kernel for a softmax scale that may be on the device, and the host's part of the scale.
 
     A scale on the device multiplies the query once every rule of the call has been checked on the

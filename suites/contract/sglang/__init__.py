@@ -1,0 +1,1 @@
+"""The adapter of released backends, without a release."""
