@@ -25,6 +25,7 @@ from harness.sglang.backend import (
     new_backend,
     new_draft_backend,
 )
+from harness.sglang.context import XQA
 from harness.sglang.process import activate
 from harness.sglang.releases import RELEASES, Release
 from harness.subjects import ALL_MODES, Subject
@@ -38,22 +39,25 @@ class SGLangSubject(Subject):
         release: whose files run.
         classes: where it keeps the backend.
         source: the folder of a checkout's ``sglang/``; the release's wheel if None.
+        packs_query: whether the model packs the query, so that what else happens to it is seen
+            where the backend does not.
     """
 
     release: Release
     classes: Classes
     source: Path | None = None
+    packs_query: bool = False
 
     @property
     def served_modes(self) -> frozenset[Mode]:
         """The modes that the release has."""
         v1 = frozenset() if self.release.has_draft_extend_v1 else frozenset({Mode.DRAFT_EXTEND})
-        return ALL_MODES - v1
+        return self.modes - v1
 
     def new_backend(self, case: Case, **pools: Any) -> SGLangBackend:
         """Raises UsageError where the release is not installed."""
         activate(self.release, self.source)
-        return new_backend(self.classes, case=case, **pools)
+        return new_backend(self.classes, case=case, packs_query=self.packs_query, **pools)
 
     def new_draft_backend(self, case: Case, **pools: Any) -> SGLangDraftBackend:
         """Raises UsageError where the release is not installed."""
@@ -81,7 +85,9 @@ class SGLangSubject(Subject):
             return NUMERICS[self.classes]
         plain = super().numerics(device)
         context = frozenset({Mode.EXTEND, Mode.DRAFT_EXTEND})
-        return replace(plain, rounds_query=plain.rounds_query | context)
+        rounds = plain.rounds_query | context
+        scales = self.family is Family.MHA and self.release.scales_query
+        return replace(plain, rounds_query=rounds, scales_query=rounds if scales else frozenset())
 
     def refusal(
         self, case: Case, execution: Execution, device: torch.device | str = "cpu"
@@ -89,6 +95,9 @@ class SGLangSubject(Subject):
         """Why the release or its kernel does not run this case."""
         if case.mode not in self.served_modes:
             return f"sglang {self.release.version} has no ForwardMode.DRAFT_EXTEND"
+        on_sm90 = self.kernel == XQA
+        if case.mode is Mode.EXTEND and on_sm90 and not self.release.prefills_on_sm90:
+            return f"sglang {self.release.version} takes trtllm_mha for prefill on SM100 alone"
         for holds, reason in NOT_PRODUCED.items():
             if holds(self, case, execution):
                 return reason
@@ -142,10 +151,14 @@ NUMERICS = {
     ),
 }
 
-MHA_CONVENTIONS = Conventions(zero_table_tail=False, shares_draft_table=False)
+PACKED_MODES = frozenset({Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2})
+MHA_CONVENTIONS = Conventions(
+    zero_table_tail=False, shares_draft_table=False, freezes_host_numbers=False
+)
 MLA_CONVENTIONS = Conventions(
     zero_table_tail=False,
     shares_draft_table=False,
+    freezes_host_numbers=False,
     scales_mla_cache=False,
     lacks=frozenset({"cu_seqlens_q", "cu_seqlens_k", "max_seq_len_q"}),
 )
@@ -156,21 +169,25 @@ def sglang_subjects(release: Release, source: Path | None = None) -> tuple[SGLan
     label = "source" if source else release.version
     return tuple(
         SGLangSubject(
-            name=f"sglang-{label}/{classes.name}/{kernel}",
+            name=f"sglang-{label}/{classes.name}{'-packed_query' if packs else ''}/{kernel}",
             family=family,
             kernel=kernel,
+            modes=PACKED_MODES if packs else ALL_MODES,
             conventions=conventions,
             release=release,
             classes=classes,
             source=source,
+            packs_query=packs,
         )
-        for family, classes, kernel, conventions in (
-            (Family.MHA, TRTLLM_MHA, "xqa", MHA_CONVENTIONS),
-            (Family.MHA, TRTLLM_MHA, "trtllm_gen", MHA_CONVENTIONS),
-            (Family.MLA, TRTLLM_MLA, "trtllm_gen", MLA_CONVENTIONS),
-            (Family.MHA, FLASHINFER_MHA, "flashinfer", MHA_CONVENTIONS),
-            (Family.MLA, FLASHINFER_MLA, "flashinfer", MLA_CONVENTIONS),
-            (Family.MHA, TRITON, "triton", MHA_CONVENTIONS),
-            (Family.MLA, TRITON, "triton", MLA_CONVENTIONS),
+        for family, classes, kernel, conventions, packs in (
+            (Family.MHA, TRTLLM_MHA, "xqa", MHA_CONVENTIONS, False),
+            (Family.MHA, TRTLLM_MHA, "xqa", MHA_CONVENTIONS, True),
+            (Family.MHA, TRTLLM_MHA, "trtllm_gen", MHA_CONVENTIONS, False),
+            (Family.MLA, TRTLLM_MLA, "trtllm_gen", MLA_CONVENTIONS, False),
+            (Family.MHA, FLASHINFER_MHA, "flashinfer", MHA_CONVENTIONS, False),
+            (Family.MLA, FLASHINFER_MLA, "flashinfer", MLA_CONVENTIONS, False),
+            (Family.MHA, TRITON, "triton", MHA_CONVENTIONS, False),
+            (Family.MLA, TRITON, "triton", MLA_CONVENTIONS, False),
         )
+        if not (packs and release.packs_query)
     )

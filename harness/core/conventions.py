@@ -15,12 +15,15 @@ class Conventions:
         shares_draft_table: whether the first step's page table of a captured draft serves the later
             ones, too, and so holds their pages already.
         lacks: fields of the metadata that it does not have because its kernels take none.
+        freezes_host_numbers: whether a replay plans with the host numbers of its capture; otherwise
+            it writes new ones, which no captured call reads.
         scales_mla_cache: whether MLA's latent is divided by k_scale before it is cached.
     """
 
     zero_table_tail: bool = True
     shares_draft_table: bool = True
     lacks: frozenset[str] = frozenset()
+    freezes_host_numbers: bool = True
     scales_mla_cache: bool = True
 
 

@@ -65,11 +65,13 @@ def expect(
     """
     case = inputs.case
     rounds_query = case.mode in numerics.rounds_query
-    problems = [_problem(inputs, i, fed_tokens, rounds_query) for i in range(case.bs)]
+    rounded = problems = [_problem(inputs, i, fed_tokens, rounds_query) for i in range(case.bs)]
+    if case.mode in numerics.scales_query:
+        problems = [_problem(inputs, i, fed_tokens, False) for i in range(case.bs)]
     new = [_tail(rows, n) for rows, n in zip(problems, case.q_lens, strict=True)]
     if (case.mode, execution) in numerics.attends_new_keys:
         exact = [_exact_rows(inputs, i) for i in range(case.bs)]
-        problems = [
+        rounded = problems = [
             _with_tail(rows, own, n)
             for rows, own, n in zip(problems, exact, case.q_lens, strict=True)
         ]
@@ -78,7 +80,7 @@ def expect(
     weights_dtype = torch.float8_e4m3fn if rounds_weights else dtype
     plain = partial(low_precision_attend, dtype=dtype, weights_dtype=weights_dtype)
     oracle = _answer(inputs, problems, attend, torch.float64)
-    reference = _answer(inputs, problems, plain, dtype)
+    reference = _answer(inputs, rounded, plain, dtype)
     empty = [_tail(_problem_of_nothing(inputs, case), 0)]
     return Expected(
         oracle=oracle,

@@ -111,12 +111,13 @@ def _replayed(rig: Rig) -> ForwardResult:
     for decoy in decoys:
         runner.replay(rig.batch_of(decoy))
     # The last decoy is in the case's bucket, so its plan is the one that must not move.
-    decoy_plans = [frozen(plan) for plan in rig.plans]
+    numbers = rig.subject.conventions.freezes_host_numbers
+    decoy_plans = [frozen(plan, numbers) for plan in rig.plans]
     before = pool_state.copies()
     output = runner.replay(rig.batch)
     violations = check_static_inputs(runner, rig.batch)
     for plan, old in zip(rig.plans, decoy_plans, strict=True):
-        violations += check_frozen(old, frozen(plan))
+        violations += check_frozen(old, frozen(plan, numbers))
     plans = tuple(snapshot(plan) for plan in rig.plans)
     after = pool_state.copies()
     output_copies = {name: tensor.clone() for name, tensor in tensors(output).items()}

@@ -66,29 +66,61 @@ class AddressLedger:
         return [name for name, tensor, address in self._entries if tensor.data_ptr() != address]
 
 
+class HostTensors:
+    """Tensors of the host that a CPU cannot tell from the device's, and what follows from them.
+
+    Args:
+        given: the tensors to begin with.
+    """
+
+    def __init__(self, given: Sequence[torch.Tensor] = ()) -> None:
+        # Kept alive: a storage's key is another's once it is freed.
+        self._kept = {storage_key(tensor): tensor for tensor in given}
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return storage_key(tensor) in self._kept
+
+    def follow(self, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
+        """Whether an operation ran on the host; then its results belong there, too."""
+        here = bool(given) and all(tensor in self for tensor in given)
+        if here:
+            self._kept.update((storage_key(tensor), tensor) for tensor in results)
+        return here
+
+
 class _Observer(DispatchMode):
-    def __init__(self, effects: Effects, calls: HostSyncCalls) -> None:
+    def __init__(self, effects: Effects, calls: HostSyncCalls, host: HostTensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._effects = effects
-        self._calls = calls
+        self._effects, self._calls, self._host = effects, calls, host
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self._calls.reporting and dispatched_read(func, args, kwargs):
-            self._effects.host_syncs.append(f"{func} at {caller_line()}")
+        where = caller_line()
         result = func(*args, **kwargs)
+        inputs = list(tensors_in((args, tuple(kwargs.values()))))
+        if self._host.follow(inputs, list(tensors_in(result))):
+            return result
+        if not self._calls.reporting and dispatched_read(func, args, kwargs):
+            self._effects.host_syncs.append(f"{func} at {where}")
         self._effects.operations[str(func)] += 1
-        given = {storage_key(tensor) for tensor in tensors_in((args, tuple(kwargs.values())))}
+        given = {storage_key(tensor) for tensor in inputs}
         fresh = {storage_key(t): t for t in tensors_in(result) if storage_key(t) not in given}
         self._effects.bytes_allocated += sum(t.untyped_storage().nbytes() for t in fresh.values())
         return result
 
 
 @contextmanager
-def observe(device: torch.device | str = "cpu") -> Iterator[Effects]:
+def observe(
+    device: torch.device | str = "cpu", host: Sequence[torch.Tensor] = ()
+) -> Iterator[Effects]:
     """Watch what the calling thread does inside the ``with``; other threads are not seen.
+
+    Args:
+        device: whose reads count.
+        host: tensors of the host, for the CPU, which cannot tell them; work on these alone is not
+            counted.
 
     On the CPU host reads are recognised as the tape recognises them, and a replayed tape counts as
     the operations it recorded. On CUDA host reads are torch's synchronisation warnings with their
@@ -102,18 +134,21 @@ def observe(device: torch.device | str = "cpu") -> Iterator[Effects]:
     if kind not in ("cpu", "cuda"):
         raise UsageError(rejected("device", device, "a cpu or a cuda device"))
     effects = Effects()
-    with _on_cpu(effects) if kind == "cpu" else _on_cuda(effects, device):
+    with _on_cpu(effects, host) if kind == "cpu" else _on_cuda(effects, device):
         yield effects
 
 
 @contextmanager
-def _on_cpu(effects: Effects) -> Iterator[None]:
-    calls = HostSyncCalls(lambda name: effects.host_syncs.append(f"{name} at {caller_line()}"))
+def _on_cpu(effects: Effects, host: Sequence[torch.Tensor]) -> Iterator[None]:
+    known = HostTensors(host)
+    calls = HostSyncCalls(
+        lambda name: effects.host_syncs.append(f"{name} at {caller_line()}"), known.__contains__
+    )
 
     def launched(launch: Launch) -> None:
         effects.operations[f"triton::{launch.name}"] += 1
 
-    with calls, _Observer(effects, calls), launches_seen(launched):
+    with calls, _Observer(effects, calls, known), launches_seen(launched):
         yield
 
 

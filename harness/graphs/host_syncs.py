@@ -139,9 +139,13 @@ class HostSyncCalls(TorchFunctionMode):
         reporting: true while a reported call runs, whose operations are not reported again.
     """
 
-    def __init__(self, report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        report: Callable[[str], None],
+        on_host: Callable[[torch.Tensor], bool] = lambda tensor: False,
+    ) -> None:
         super().__init__()
-        self._report = report
+        self._report, self._on_host = report, on_host
         self.reporting = False
 
     def __torch_function__(
@@ -150,7 +154,7 @@ class HostSyncCalls(TorchFunctionMode):
         """Run ``func``, reported first if it reads."""
         kwargs = kwargs or {}
         name, rule = CALLS.get(func, ("", None))
-        if rule is None or not rule(args, kwargs):
+        if rule is None or not rule(args, kwargs) or any(map(self._on_host, tensors_in(args[:1]))):
             return func(*args, **kwargs)
         self._report(name)
         self.reporting = True

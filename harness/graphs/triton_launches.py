@@ -93,6 +93,23 @@ def watch_interpreter() -> None:
     executor._restore_args_dev = lambda *_: None
     for access in ("load", "store"):
         _check_pointers(builder, access)
+    _round_to_fp8(builder, interpreter)
+
+
+def _round_to_fp8(builder: Any, interpreter: Any) -> None:
+    """Cast to FP8 as GPUs do, to the nearest and saturating; the interpreter truncates."""
+    original, float32 = builder.create_fp_to_fp, interpreter.tl.float32
+    fp8 = torch.float8_e4m3fn
+    limit = torch.finfo(fp8).max
+
+    def cast(value: Any, kind: Any, rounding: Any = None) -> Any:
+        if not kind.scalar.is_fp8e4nv():
+            return original(value, kind, rounding)
+        wide = original(value, float32, None) if value.dtype.scalar.is_bf16() else value
+        rounded = torch.from_numpy(wide.data.astype(np.float32)).clamp(-limit, limit).to(fp8)
+        return interpreter.TensorHandle(rounded.view(torch.uint8).numpy(), kind.scalar)
+
+    builder.create_fp_to_fp = cast
 
 
 def _check_pointers(builder: Any, access: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +11,16 @@ from typing import Any
 import torch
 
 from harness.core.case import Case
-from harness.kernels.interface import Kernel
+from harness.graphs.effects import Effects, observe
+from harness.kernels.checked import CheckedKernel
 from harness.sglang.batches import new_batch, new_layer, served_batch, with_host_lens
 from harness.sglang.context import publish
+from harness.sglang.graph_planning import (
+    needs_host_lens,
+    plan_in_graph,
+    plan_out_of_graph,
+    undo_warmup,
+)
 from harness.sglang.model_runner import new_model_runner
 from harness.sglang.patches import WithoutCUDA
 from harness.sglang.process import load
@@ -115,6 +124,14 @@ def decompressed(
     return query, key, key[..., : k.shape[-1]].contiguous()
 
 
+@contextmanager
+def observed(backend: SGLangBackend | SGLangDraftBackend) -> Iterator[None]:
+    """Keep what planning inside the ``with`` does in ``backend.planning``."""
+    lens = backend.planned.seq_lens_cpu
+    with observe(host=[] if lens is None else [lens]) as backend.planning:
+        yield
+
+
 class SGLangBackend(AttentionBackend):
     """One backend object of sglang.
 
@@ -123,20 +140,34 @@ class SGLangBackend(AttentionBackend):
         runner: the stand-in of its model runner.
         kernel: serves what it calls.
         parent: the multi-step draft it is a step of.
+        packs_query: whether its query is packed before it is handed over.
     """
 
     def __init__(
-        self, theirs: Any, runner: Any, kernel: Kernel, parent: SGLangDraftBackend | None = None
+        self,
+        theirs: Any,
+        runner: Any,
+        kernel: CheckedKernel,
+        parent: SGLangDraftBackend | None = None,
+        packs_query: bool = False,
     ) -> None:
         self.theirs, self.runner, self.kernel, self.parent = theirs, runner, kernel, parent
-        self.needs_cpu_seq_lens = getattr(theirs, "needs_cpu_seq_lens", True)
+        self.packs_query = packs_query
+        self.needs_cpu_seq_lens = needs_host_lens(theirs)
         self.planned: Any = None
+        self.planning = Effects()
         self._layers: dict[int, Any] = {}
+        self._lens: dict[int, torch.Tensor] = {}
 
     @property
     def forward_metadata(self) -> Plan | None:
-        """What was planned last."""
-        return plan_of(self.theirs)
+        """What was planned last; decode on MLA took the batch's own lengths up to 0.5.18."""
+        plan = plan_of(self.theirs)
+        if plan is not None and plan.cache_seqlens_int32 is None:
+            lens = (self.planned if self.parent is None else self.parent.planned).seq_lens
+            own = self._lens.setdefault(len(lens), torch.empty_like(lens, dtype=torch.int32))
+            plan.cache_seqlens_int32 = own.copy_(lens)
+        return plan
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Plan an eager forward; of a prefill the scheduler knows every length."""
@@ -144,7 +175,7 @@ class SGLangBackend(AttentionBackend):
             batch = with_host_lens(batch)
         self.planned = new_batch(batch, self.runner, batch.out_cache_loc)
         if batch.batch_size:
-            with WithoutCUDA():
+            with observed(self), WithoutCUDA():
                 self.theirs.init_forward_metadata(self.planned)
 
     def init_forward_metadata_out_graph(
@@ -154,13 +185,13 @@ class SGLangBackend(AttentionBackend):
         if in_capture:
             batch = with_host_lens(batch)
         self.planned = new_batch(batch, self.runner, batch.out_cache_loc)
-        with WithoutCUDA():
-            self.theirs.init_forward_metadata_out_graph(self.planned, in_capture=in_capture)
+        with observed(self), WithoutCUDA():
+            plan_out_of_graph(self.theirs, self.planned, in_capture)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """The device side of planning, recorded."""
         with WithoutCUDA():
-            self.theirs.init_forward_metadata_in_graph(self.planned)
+            plan_in_graph(self.theirs, self.planned)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what graphs read."""
@@ -168,12 +199,14 @@ class SGLangBackend(AttentionBackend):
             self.theirs.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """seq_lens of a padded row."""
-        return int(self.theirs.get_cuda_graph_seq_len_fill_value())
+        """seq_lens of a padded row, enough for its queries where MLA pads a draft extend."""
+        fill = int(self.theirs.get_cuda_graph_seq_len_fill_value())
+        width = self.theirs.num_draft_tokens if hasattr(self.theirs, "padded_q_buffer") else 1
+        return max(fill, width) if self.runner.extends_draft else fill
 
     def on_after_cuda_graph_warmup(self) -> None:
         """Undo what the warm-up changed."""
-        self.theirs.on_after_cuda_graph_warmup()
+        undo_warmup(self.theirs)
 
     def forward(
         self,
@@ -191,6 +224,8 @@ class SGLangBackend(AttentionBackend):
         theirs = self._layers.get(layer.layer_id)
         if theirs is None:
             theirs = self._layers[layer.layer_id] = new_layer(layer)
+        if self.packs_query:
+            q = q.contiguous()
         if layer.sinks is not None:
             kwargs["sinks"] = layer.sinks
         if "q_rope" in kwargs and not self.runner.takes_rope:
@@ -237,13 +272,14 @@ class SGLangBackend(AttentionBackend):
 class SGLangDraftBackend(MultiStepDraftBackend):
     """The multi-step draft backend of sglang."""
 
-    def __init__(self, theirs: Any, runner: Any, kernel: Kernel, num_steps: int) -> None:
+    def __init__(self, theirs: Any, runner: Any, kernel: CheckedKernel, num_steps: int) -> None:
         self.theirs, self.runner, self.kernel = theirs, runner, kernel
-        self.needs_cpu_seq_lens = getattr(theirs, "needs_cpu_seq_lens", True)
+        self.needs_cpu_seq_lens = needs_host_lens(theirs)
         self.topk, self.speculative_num_steps = 1, num_steps
         steps = theirs.attn_backends[: num_steps - 1]
         self.attn_backends = [SGLangBackend(step, runner, kernel, self) for step in steps]
         self.planned: Any = None
+        self.planning = Effects()
         self._locations: dict[int, torch.Tensor] = {}
 
     def _plan(self, batch: ForwardBatch, *, static: bool) -> None:
@@ -263,7 +299,7 @@ class SGLangDraftBackend(MultiStepDraftBackend):
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Plan every step of an eager draft."""
         self._plan(batch, static=False)
-        with WithoutCUDA():
+        with observed(self), WithoutCUDA():
             self.theirs.init_forward_metadata(self.planned)
 
     def init_forward_metadata_out_graph(
@@ -273,13 +309,13 @@ class SGLangDraftBackend(MultiStepDraftBackend):
         if in_capture:
             batch = with_host_lens(batch)
         self._plan(batch, static=True)
-        with WithoutCUDA():
-            self.theirs.init_forward_metadata_out_graph(self.planned, in_capture=in_capture)
+        with observed(self), WithoutCUDA():
+            plan_out_of_graph(self.theirs, self.planned, in_capture)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """The device side of planning every step, recorded."""
         with WithoutCUDA():
-            self.theirs.init_forward_metadata_in_graph(self.planned)
+            plan_in_graph(self.theirs, self.planned)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what graphs read."""
@@ -292,23 +328,27 @@ class SGLangDraftBackend(MultiStepDraftBackend):
 
     def on_after_cuda_graph_warmup(self) -> None:
         """Undo what the warm-up changed."""
-        hook = getattr(self.theirs, "on_after_cuda_graph_warmup", None)
-        if hook is not None:
-            hook()
+        undo_warmup(self.theirs)
 
 
 def new_backend(
-    classes: Classes, *, case: Case, kernel: Kernel, device: torch.device | str, **pools: Any
+    classes: Classes,
+    *,
+    case: Case,
+    kernel: CheckedKernel,
+    device: torch.device | str,
+    packs_query: bool = False,
+    **pools: Any,
 ) -> SGLangBackend:
     """The backend of every mode but the multi-step draft, real but for its model runner."""
     runner = _runner(classes, case, kernel, device, pools)
     with WithoutCUDA():
         theirs = getattr(load(classes.module), classes.backend)(runner)
-    return SGLangBackend(theirs, runner, kernel)
+    return SGLangBackend(theirs, runner, kernel, packs_query=packs_query)
 
 
 def new_draft_backend(
-    classes: Classes, *, case: Case, kernel: Kernel, device: torch.device | str, **pools: Any
+    classes: Classes, *, case: Case, kernel: CheckedKernel, device: torch.device | str, **pools: Any
 ) -> SGLangDraftBackend:
     """The backend of the multi-step draft, real but for its model runner."""
     runner = _runner(classes, case, kernel, device, pools)
@@ -318,7 +358,11 @@ def new_draft_backend(
 
 
 def _runner(
-    classes: Classes, case: Case, kernel: Kernel, device: torch.device | str, pools: dict[str, Any]
+    classes: Classes,
+    case: Case,
+    kernel: CheckedKernel,
+    device: torch.device | str,
+    pools: dict[str, Any],
 ) -> Any:
     runner = new_model_runner(
         case,

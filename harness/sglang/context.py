@@ -1,14 +1,16 @@
-"""The process-wide context that sglang's backends read: server arguments, ranks, the platform."""
+"""The process-wide context that sglang's backends read: server arguments, ranks, the GPU."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from harness.core.case import Case
-from harness.sglang.process import load
+from harness.sglang import module_globals, runtime_context
+from harness.sglang.gpu import run_on
+from harness.sglang.process import active
 
+XQA = "xqa"
 SM90_KERNELS = frozenset({"xqa", "flashinfer", "triton"})
-_held: list[Any] = []
 
 
 def server_arguments(case: Case, backend: str) -> dict[str, Any]:
@@ -31,18 +33,15 @@ def server_arguments(case: Case, backend: str) -> dict[str, Any]:
 
 def publish(case: Case, backend: str, kernel: str) -> Any:
     """Publish the context of one trial in place of the last one's; returns the server arguments."""
-    runtime = load("srt.runtime_context")
-    if not _held:
-        ranks = runtime.get_parallel().override(attn_tp_size=1, attn_dcp_rank=0)
-        # Kept: the override undoes itself when it is collected.
-        ranks.__enter__()
-        _held.append(ranks)
-    while len(_held) > 1:
-        _held.pop().restore()
-    on_sm90 = kernel in SM90_KERNELS
-    platform = runtime.override_platform(is_sm90=on_sm90, is_sm100=not on_sm90, is_sm120=False)
-    platform.install()
-    arguments = runtime.get_context().override_server_args(**server_arguments(case, backend))
-    published = arguments.install()
-    _held.extend((platform, arguments))
-    return published
+    release, generation = active(), "sm90" if kernel in SM90_KERNELS else "sm100"
+    run_on(generation)
+    if release.has_platform:
+        runtime_context.publish_platform(generation)
+    if release.has_parallel_context:
+        runtime_context.publish_ranks()
+    else:
+        module_globals.publish_ranks()
+    arguments = server_arguments(case, backend)
+    if release.has_runtime_context:
+        return runtime_context.publish_server_arguments(arguments)
+    return module_globals.publish_server_arguments(arguments)

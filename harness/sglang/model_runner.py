@@ -116,6 +116,7 @@ def new_model_runner(
         model_config=config,
         model=torch.nn.Module(),
         is_draft_worker=is_draft_worker,
+        extends_draft=case.mode in (Mode.DRAFT_EXTEND, Mode.DRAFT_EXTEND_V2),
         spec_algorithm=algorithm.EAGLE,
         server_args=server_args,
         max_running_requests=rows,

@@ -11,6 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from harness.graphs.host_syncs import INTERNAL_FILES
+from harness.sglang.gpu import is_supported
+from harness.sglang.stubs.sgl_kernel import sgl_per_tensor_quant_fp8
 from harness.sglang.triton_attention import decode_attention_fwd, extend_attention_fwd
 
 INTERNAL_FILES.add(__file__)
@@ -41,6 +43,17 @@ def fused_fp8_qkv_kv_cache(
     return None if q is None else quantize(q.reshape(len(q), -1), None)
 
 
+def scaled_fp8_quant(
+    x: torch.Tensor, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """X in FP8 and its scale [1], which follows from the largest value if None."""
+    made = torch.empty_like(x, dtype=FP8)
+    is_static = scale is not None
+    used = torch.zeros(1) if scale is None else scale
+    sgl_per_tensor_quant_fp8(x, made, used, is_static)
+    return made, used
+
+
 @dataclass(frozen=True)
 class Patch:
     """One function that is replaced.
@@ -61,6 +74,15 @@ class Patch:
 _TRITON = ("kernels.ops.attention.{0}", "srt.layers.attention.triton_ops.{0}")
 _MLA = "srt.layers.attention.trtllm_mla_backend"
 PATCHES = (
+    *(
+        Patch(
+            f"is_{generation}_supported",
+            ("srt.utils.common", "srt.utils"),
+            is_supported(generation),
+            "asks CUDA",
+        )
+        for generation in ("sm90", "sm100", "sm120")
+    ),
     Patch(
         "fused_fp8_qkv_kv_cache",
         ("kernels.ops.kvcache.fused_fp8_qkv_kv_cache", "jit_kernel.fused_fp8_qkv_kv_cache"),
@@ -78,6 +100,12 @@ PATCHES = (
             ("decode_attention", decode_attention_fwd),
             ("extend_attention", extend_attention_fwd),
         )
+    ),
+    Patch(
+        "scaled_fp8_quant",
+        ("srt.layers.quantization.fp8_kernel", "kernels.ops.quantization.fp8_kernel"),
+        scaled_fp8_quant,
+        "imports its CUDA kernel on CUDA alone",
     ),
     Patch("_jit_fixup_module", (_MLA,), lambda dtype: None, "compiles a CUDA kernel"),
     Patch(
@@ -129,4 +157,9 @@ class WithoutCUDA(TorchFunctionMode):
         kwargs.pop("pin_memory", None)
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
+        if func is torch.Tensor.to and kwargs.get("device") == args[0].device:
+            # A tensor's own device; the host is asked for by its name, positionally.
+            del kwargs["device"]
+            if len(args) == 1 and not kwargs:
+                return args[0]
         return func(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -60,7 +61,10 @@ def _swa_pool(pool: SWAKVPool, device: torch.device | str) -> Any:
     keys, layers = pool.full_pool.k_buffer[0], pool.layers_mapping
     sizes = _sizes(pool.full_pool, device)
     swa_size = _sizes(pool.swa_pool, device)["size"]
-    made = load("srt.mem_cache.swa_memory_pool").SWAKVPool(
+    kind = load("srt.mem_cache.swa_memory_pool").SWAKVPool
+    if "enable_kvcache_transpose" in signature(kind).parameters:  # 0.5.12 alone; for other devices
+        sizes["enable_kvcache_transpose"] = False
+    made = kind(
         size_swa=swa_size,
         head_num=keys.shape[1],
         head_dim=keys.shape[2],

@@ -24,6 +24,10 @@ class Release:
             ``override_server_args``; before it, through module globals.
         has_parallel_context: whether ranks are read through ``get_parallel``.
         has_platform: whether GPU generations are read through ``get_platform``.
+        scales_query: whether trtllm_mha divides an FP8 query by a scale of its batch.
+        packs_query: whether trtllm_mha packs the query of a verify or extend itself.
+        prefills_on_sm90: whether trtllm_mha serves prefill on SM90, by fmha_v2; before it, server
+            arguments refuse it there.
         plans_in_three_phases: whether graphs plan by ``init_forward_metadata_out_graph`` and
             ``_in_graph``; before them by the pair of capture and replay.
     """
@@ -34,17 +38,25 @@ class Release:
     has_runtime_context: bool = True
     has_parallel_context: bool = True
     has_platform: bool = True
+    prefills_on_sm90: bool = True
+    packs_query: bool = True
+    scales_query: bool = False
     plans_in_three_phases: bool = True
 
+
+# What several releases in a row lack.
+OF_SM100 = {"has_platform": False, "prefills_on_sm90": False, "packs_query": False}
+OF_GLOBALS = {**OF_SM100, "has_runtime_context": False}
+OF_V1 = {"has_draft_extend_v1": True, "has_parallel_context": False}
 
 RELEASES = {
     release.version: release
     for release in (
-        Release("0.5.12", "5.6.0", True, False, False, False, False),
-        Release("0.5.13", "5.8.1", True, False, False, False),
-        Release("0.5.14", "5.8.1", False, False, True, False),
-        Release("0.5.16", "5.12.1", has_platform=False),
-        Release("0.5.18", "5.12.1", has_platform=False),
+        Release("0.5.12", "5.6.0", **OF_GLOBALS, **OF_V1, plans_in_three_phases=False),
+        Release("0.5.13", "5.8.1", **OF_GLOBALS, **OF_V1),
+        Release("0.5.14", "5.8.1", **OF_GLOBALS, scales_query=True),
+        Release("0.5.16", "5.12.1", **OF_SM100),
+        Release("0.5.18", "5.12.1", **OF_SM100),
         Release("0.5.20", "5.12.1"),
         Release("0.5.22", "5.19.0"),
         Release("0.5.23", "5.19.0"),

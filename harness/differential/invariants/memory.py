@@ -13,13 +13,14 @@ from harness.kernels.workspace import Workspace
 from harness.upstream.allocator import PADDING_SLOT
 
 
-def frozen(holder: Any) -> dict[str, object]:
-    """Scalars of an object, and address, shape and dtype of its tensors."""
+def frozen(holder: Any, numbers: bool = True) -> dict[str, object]:
+    """Address, shape and dtype of an object's tensors, and its scalars where ``numbers`` are."""
     return {
         name: (value.data_ptr(), tuple(value.shape), value.dtype)
         if isinstance(value, torch.Tensor)
         else value
         for name, value in vars(holder).items()
+        if numbers or isinstance(value, torch.Tensor)
     }
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from harness.errors import KernelRefusal, rejected
-from harness.kernels.interface import ContextCall, DecodeCall, Kernel
+from harness.kernels.checked import CheckedKernel, KernelFunction
+from harness.kernels.interface import ContextCall, DecodeCall
 from harness.kernels.reference import TorchPaged
 from harness.sglang.stubs.mla_wrapper import BatchMLAPagedAttentionWrapper
 from harness.sglang.stubs.ragged import (
@@ -26,11 +27,11 @@ from harness.sglang.stubs.wrappers import (
 )
 
 MHA_DIM = 4
-_serving: list[Kernel] = []
+_serving: list[CheckedKernel] = []
 
 
 @contextmanager
-def served_by(kernel: Kernel) -> Iterator[None]:
+def served_by(kernel: CheckedKernel) -> Iterator[None]:
     """Inside, every entry point runs on this kernel."""
     _serving.append(kernel)
     try:
@@ -39,7 +40,7 @@ def served_by(kernel: Kernel) -> Iterator[None]:
         _serving.pop()
 
 
-def _kernel() -> Kernel:
+def _kernel() -> CheckedKernel:
     if not _serving:
         raise KernelRefusal("FlashInfer was called outside of a forward")
     return _serving[-1]
@@ -62,6 +63,22 @@ def _bound(block_tables: torch.Tensor, page_size: int) -> int:
     return block_tables.shape[1] * page_size
 
 
+def _on(kernel: CheckedKernel, bmm1_scale: float | torch.Tensor) -> tuple[CheckedKernel, float]:
+    """The kernel for a softmax scale that may be on the device, and the host's part of the scale.
+
+    A scale on the device multiplies the query once every rule of the call has been checked on the
+    query as it was given.
+    """
+    if not isinstance(bmm1_scale, torch.Tensor):
+        return kernel, bmm1_scale
+
+    def scaled(function: KernelFunction) -> KernelFunction:
+        return lambda call: function(replace(call, q=call.q.float() * bmm1_scale))
+
+    functions = {entry: scaled(function) for entry, function in kernel.kernels.items()}
+    return CheckedKernel(kernel.capability, functions), 1.0
+
+
 def _filled(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     return result if out is None else out.copy_(result.view_as(out))
 
@@ -80,7 +97,7 @@ def trtllm_batch_decode_with_kv_cache(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     max_seq_len: int,
-    bmm1_scale: float = 1.0,
+    bmm1_scale: float | torch.Tensor = 1.0,
     bmm2_scale: float = 1.0,
     window_left: int = -1,
     out: torch.Tensor | None = None,
@@ -101,13 +118,14 @@ def trtllm_batch_decode_with_kv_cache(
     entry = "trtllm_batch_decode_with_kv_cache"
     _refuse(entry, kv_cache_sf=kv_cache_sf, cum_seq_lens_q=cum_seq_lens_q, max_q_len=max_q_len)
     caches = _paged(kv_cache, kv_layout)
+    kernel, host_scale = _on(_kernel(), bmm1_scale)
     call = DecodeCall(
         q=query,
         caches=caches,
         block_tables=block_tables,
         seq_lens=seq_lens,
         max_seq_len=_bound(block_tables, caches[0].shape[1]),
-        bmm1_scale=bmm1_scale,
+        bmm1_scale=host_scale,
         bmm2_scale=bmm2_scale,
         out_dtype=out_dtype or (query.dtype if out is None else out.dtype),
         window_left=window_left,
@@ -115,7 +133,7 @@ def trtllm_batch_decode_with_kv_cache(
         q_len_per_req=q_len_per_req or 1,
         packed_mask=mask,
     )
-    return _filled(_kernel().decode(call), out)
+    return _filled(kernel.decode(call), out)
 
 
 def trtllm_batch_context_with_kv_cache(
@@ -126,7 +144,7 @@ def trtllm_batch_context_with_kv_cache(
     seq_lens: torch.Tensor,
     max_q_len: int,
     max_kv_len: int,
-    bmm1_scale: float,
+    bmm1_scale: float | torch.Tensor,
     bmm2_scale: float,
     batch_size: int,
     cum_seq_lens_q: torch.Tensor,
@@ -148,13 +166,14 @@ def trtllm_batch_context_with_kv_cache(
         accepted = f"{block_tables.shape[0]}, the rows of block_tables"
         raise KernelRefusal(f"{entry}: {rejected('batch_size', batch_size, accepted)}")
     caches = _paged(kv_cache, kv_layout)
+    kernel, host_scale = _on(_kernel(), bmm1_scale)
     call = ContextCall(
         q=query,
         caches=caches,
         block_tables=block_tables,
         seq_lens=seq_lens,
         max_seq_len=_bound(block_tables, caches[0].shape[1]),
-        bmm1_scale=bmm1_scale,
+        bmm1_scale=host_scale,
         bmm2_scale=bmm2_scale,
         out_dtype=out_dtype or (query.dtype if out is None else out.dtype),
         window_left=window_left,
@@ -163,7 +182,7 @@ def trtllm_batch_context_with_kv_cache(
         cu_seqlens_k=cum_seq_lens_kv,
         max_q_len=max_q_len,
     )
-    return _filled(_kernel().context(call), out)
+    return _filled(kernel.context(call), out)
 
 
 def trtllm_fmha_v2_prefill(
@@ -173,7 +192,7 @@ def trtllm_fmha_v2_prefill(
     seq_lens: torch.Tensor,
     max_q_len: int,
     max_kv_len: int,
-    bmm1_scale: float,
+    bmm1_scale: float | torch.Tensor,
     bmm2_scale: float,
     batch_size: int,
     cum_seq_lens_q: torch.Tensor,
@@ -232,7 +251,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     seq_lens: torch.Tensor,
     max_seq_len: int,
     out: torch.Tensor | None = None,
-    bmm1_scale: float = 1.0,
+    bmm1_scale: float | torch.Tensor = 1.0,
     bmm2_scale: float = 1.0,
     sinks: object = None,
     skip_softmax_threshold_scale_factor: float | None = None,
@@ -245,6 +264,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     entry = "trtllm_batch_decode_with_kv_cache_mla"
     _refuse(entry, sinks=sinks, return_lse=return_lse or None)
     bs, q_len, heads = query.shape[:3]
+    kernel, host_scale = _on(_kernel(), bmm1_scale)
     call = DecodeCall(
         q=query.flatten(0, 1),
         caches=(kv_cache.flatten(1, -2) if kv_cache.dim() == MHA_DIM else kv_cache,),
@@ -252,12 +272,12 @@ def trtllm_batch_decode_with_kv_cache_mla(
         block_tables=block_tables,
         seq_lens=seq_lens,
         max_seq_len=_bound(block_tables, kv_cache.shape[-2]),
-        bmm1_scale=bmm1_scale,
+        bmm1_scale=host_scale,
         bmm2_scale=bmm2_scale,
         out_dtype=torch.bfloat16 if query.dtype == torch.float8_e4m3fn else query.dtype,
         q_len_per_req=q_len,
     )
-    result = _kernel().mla_decode(call)
+    result = kernel.mla_decode(call)
     return _filled(result.view(bs, q_len, heads, kv_lora_rank), out)
 
 

@@ -16,7 +16,8 @@ def sgl_per_tensor_quant_fp8(
     limit = torch.finfo(FP8).max
     if not is_static:
         scale.copy_(x.abs().amax().float().reshape(1) / limit)
-    out.copy_((x.float() / scale).clamp(-limit, limit).to(FP8))
+    # CUDA's fmin takes the limit where 0 is divided by the scale of nothing but zeros.
+    out.copy_((x.float() / scale).nan_to_num(limit).clamp(-limit, limit).to(FP8))
 
 
 SERVED: dict[str, Any] = {

@@ -1,1 +1,1 @@
-"""Claims: what stands in for packages that SGLang imports."""
+"""Claims: the adapter of released backends, and what stands in for packages that they import."""

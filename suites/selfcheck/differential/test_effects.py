@@ -86,3 +86,13 @@ def test_a_cuda_graph_without_a_cuda_device_says_so(device: str) -> None:
         return
     with pytest.raises(UsageError, match=f"device = '{device}' .* CUDA device"):
         CudaGraph(device)
+
+
+def test_work_on_a_mirror_of_the_host_is_not_counted() -> None:
+    mirror, lengths = torch.tensor([3, 5]), torch.tensor([3, 5])
+    with observe(host=[mirror]) as effects:
+        longest = int((mirror + 1).max()) + len(mirror.tolist())
+        int((mirror + lengths).max())
+    assert longest == 6 + 2
+    assert len(effects.host_syncs) == 1, "the sum follows from a tensor of the device"
+    assert effects.count("add") == 1

@@ -1,0 +1,61 @@
+"""Stand-ins of FlashInfer and sgl_kernel: what they compute, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.core.capability import CAPABILITIES
+from harness.core.case import Family
+from harness.errors import KernelRefusal
+from harness.kernels.reference import TorchPaged
+from harness.sglang.stubs.flashinfer import served_by, trtllm_batch_decode_with_kv_cache
+from harness.sglang.stubs.sgl_kernel import sgl_per_tensor_quant_fp8
+
+FP8 = torch.float8_e4m3fn
+
+
+def decode(query: torch.Tensor, bmm1_scale: float | torch.Tensor) -> torch.Tensor:
+    """One request of two keys on trtllm-gen, whose cache is FP8."""
+    generator = torch.Generator().manual_seed(1)
+    cache = torch.randn(2, 1, 16, 64, generator=generator).to(FP8)
+    with served_by(TorchPaged(CAPABILITIES[Family.MHA, "trtllm_gen"])):
+        return trtllm_batch_decode_with_kv_cache(
+            query,
+            (cache, cache),
+            torch.empty(0),
+            torch.tensor([[1]], dtype=torch.int32),
+            torch.tensor([2], dtype=torch.int32),
+            16,
+            bmm1_scale=bmm1_scale,
+            out_dtype=torch.bfloat16,
+        )
+
+
+def test_a_scale_on_the_device_is_the_same_scale() -> None:
+    query = torch.randn(1, 2, 64, generator=torch.Generator().manual_seed(2)).to(FP8)
+    expected = decode(query, 0.25)
+    obtained = decode(query, torch.tensor([0.25]))
+    torch.testing.assert_close(obtained, expected, rtol=0, atol=0)
+    assert not torch.equal(decode(query, torch.tensor([1.0])), expected)
+
+
+def test_a_scale_on_the_device_hides_no_dtype() -> None:
+    with pytest.raises(KernelRefusal, match=r"q\.dtype"):
+        decode(torch.ones(1, 2, 64, dtype=torch.bfloat16), torch.tensor([1.0]))
+
+
+@pytest.mark.parametrize(
+    ("x", "expected"),
+    [
+        pytest.param([448.0, -224.0], [448.0, -224.0], id="greatest_is_the_limit"),
+        pytest.param([896.0, 2.0], [448.0, 1.0], id="scaled"),
+        pytest.param([0.0, 0.0], [448.0, 448.0], id="zeros_as_fmin_leaves_them"),
+    ],
+)
+def test_a_dynamic_scale_follows_from_the_greatest(x: list[float], expected: list[float]) -> None:
+    given, made, scale = torch.tensor(x), torch.empty(2, dtype=FP8), torch.empty(1)
+    sgl_per_tensor_quant_fp8(given, made, scale, False)
+    assert scale.item() == max(map(abs, x)) / 448
+    assert made.float().tolist() == expected
+    assert torch.equal(made.float() * scale, given)
