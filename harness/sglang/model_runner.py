@@ -10,6 +10,7 @@ import torch
 from harness.core.case import Case, Family, Mode
 from harness.sglang.pools import alias_pool
 from harness.sglang.process import load
+from harness.sglang.shared_allocator import new_allocator
 from harness.upstream.allocator import ReqToTokenPool
 from harness.upstream.memory_pool import KVPool
 
@@ -101,7 +102,7 @@ def new_model_runner(
     is_draft_worker = case.mode in DRAFT_MODES
     table = req_to_token_pool.req_to_token
     rows = table.shape[0]
-    allocator = SimpleNamespace(page_size=case.page_size, get_kvcache=lambda: pool)
+    allocator = new_allocator(case, pool, is_draft_worker)
     algorithm = load("srt.speculative.spec_info").SpeculativeAlgorithm
     made = SimpleNamespace(
         device=str(device),
