@@ -22,7 +22,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     source = metafunc.config.getoption("--sglang-source")
     planned = []
     if version is not None:
-        subjects = sglang_subjects(find_release(version), source)
+        wanted = metafunc.config.getoption("--backends")
+        subjects = [
+            subject
+            for subject in sglang_subjects(find_release(version), source)
+            if wanted == "all" or subject.classes.name.startswith(wanted)
+        ]
         counted = metafunc.function.__name__ == test_effects.__name__
         trials = effect_trials(subjects) if counted else upstream_trials(subjects)
         name = "effects-" if counted else ""

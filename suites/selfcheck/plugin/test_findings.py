@@ -79,7 +79,9 @@ def test_a_finding_that_no_trial_shows_is_told(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(upstream, "FINDINGS", (FINDING, replace(FINDING, id="other")))
     seen = replace(SHOWN, verdict=Verdict.WAIVED, message=f"wall: {SHOWN.message}")
     assert unseen_findings(find_release("0.5.16"), [seen]) == ["other"]
-    assert unseen_findings(find_release("0.5.22"), []) == []
+    assert unseen_findings(find_release("0.5.22"), [seen]) == []
+    elsewhere = replace(seen, subject="sglang-0.5.16/trtllm_mla/trtllm_gen")
+    assert unseen_findings(find_release("0.5.16"), [elsewhere]) == []
 
 
 def test_a_mode_that_a_release_lacks_is_one_refusal_of_each_subject() -> None:
