@@ -15,7 +15,16 @@ import pytest
 
 from fixtures import upstream_defects
 from fixtures.tables.upstream_defects import RELEASE, UPSTREAM_DEFECTS, UpstreamDefect
-from fixtures.upstream_defects import KIT, OURS, REGISTERED, Judged, Notice, first_red, main, planned
+from fixtures.upstream_defects import (
+    KIT,
+    OURS,
+    REGISTERED,
+    Judged,
+    Notice,
+    first_red,
+    main,
+    planned,
+)
 from fixtures.upstream_judges.overlay import edited, overlay
 from fixtures.upstream_judges.questions import Answer, Found, Question, answers
 from harness.errors import UsageError
