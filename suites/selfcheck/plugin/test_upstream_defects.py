@@ -15,7 +15,16 @@ import pytest
 
 from fixtures import upstream_defects
 from fixtures.tables.upstream_defects import RELEASE, UPSTREAM_DEFECTS, UpstreamDefect
-from fixtures.upstream_defects import KIT, OURS, Judged, Notice, first_red, main, planned
+from fixtures.upstream_defects import (
+    KIT,
+    OURS,
+    REGISTERED,
+    Judged,
+    Notice,
+    first_red,
+    main,
+    planned,
+)
 from fixtures.upstream_judges.overlay import edited, overlay
 from fixtures.upstream_judges.questions import Answer, Found, Question, answers
 from harness.errors import UsageError
@@ -163,7 +172,7 @@ def test_the_table_has_both_judges_and_the_exit_code_is_ours(
         defects: Sequence[UpstreamDefect], *_: Any
     ) -> tuple[Mapping[str, Any], list[Judged]]:
         left_out = Answer(name="needs_cuda", kind="kit", message="no CUDA")
-        rows = [Judged(defect=d, by={OURS: notice, KIT: QUIET}) for d in defects]
+        rows = [Judged(defect=d, by={OURS: notice, KIT: QUIET, REGISTERED: QUIET}) for d in defects]
         return {OURS: [], KIT: [left_out]}, rows
 
     monkeypatch.setattr(upstream_defects, "judged", judged)
