@@ -13,9 +13,11 @@ from harness.core.capability import SGLANG_CAPABILITIES, Capability
 from harness.core.case import Case, Execution, Family, Mode
 from harness.core.conventions import Conventions
 from harness.core.numerics import Numerics
+from harness.kernels.reference import TorchPaged
 from harness.sglang.backend import (
     FLASHINFER_MHA,
     FLASHINFER_MLA,
+    FLASHMLA,
     TRITON,
     TRTLLM_MHA,
     TRTLLM_MLA,
@@ -54,14 +56,18 @@ class SGLangSubject(Subject):
         v1 = frozenset() if self.release.has_draft_extend_v1 else frozenset({Mode.DRAFT_EXTEND})
         return self.modes - v1
 
+    def new_kernel(self, device: torch.device | str) -> TorchPaged:
+        """Serves FlashInfer's entry points on a CPU; on CUDA sglang calls the real ones itself."""
+        return TorchPaged(self.capability)
+
     def new_backend(self, case: Case, **pools: Any) -> SGLangBackend:
         """Raises UsageError where the release is not installed."""
-        activate(self.release, self.source)
+        activate(self.release, self.source, pools["device"])
         return new_backend(self.classes, case=case, packs_query=self.packs_query, **pools)
 
     def new_draft_backend(self, case: Case, **pools: Any) -> SGLangDraftBackend:
         """Raises UsageError where the release is not installed."""
-        activate(self.release, self.source)
+        activate(self.release, self.source, pools["device"])
         return new_draft_backend(self.classes, case=case, **pools)
 
     @property
@@ -164,8 +170,10 @@ MLA_CONVENTIONS = Conventions(
 )
 
 
-def sglang_subjects(release: Release, source: Path | None = None) -> tuple[SGLangSubject, ...]:
-    """Every backend of a release on every kernel that serves it."""
+def sglang_subjects(
+    release: Release, source: Path | None = None, device: torch.device | str = "cpu"
+) -> tuple[SGLangSubject, ...]:
+    """Every backend of a release on every kernel that serves it; FlashMLA has no stand-in."""
     label = "source" if source else release.version
     return tuple(
         SGLangSubject(
@@ -188,6 +196,8 @@ def sglang_subjects(release: Release, source: Path | None = None) -> tuple[SGLan
             (Family.MLA, FLASHINFER_MLA, "flashinfer", MLA_CONVENTIONS, False),
             (Family.MHA, TRITON, "triton", MHA_CONVENTIONS, False),
             (Family.MLA, TRITON, "triton", MLA_CONVENTIONS, False),
+            (Family.MLA, FLASHMLA, "flash_mla", MLA_CONVENTIONS, False),
         )
         if not (packs and release.packs_query)
+        and not (classes == FLASHMLA and torch.device(device).type == "cpu")
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +85,13 @@ TRITON = Classes(
     takes_rope=False,
     masks_verify=True,
 )
+FLASHMLA = Classes(
+    "flashmla",
+    "srt.layers.attention.flashmla_backend",
+    "FlashMLABackend",
+    "FlashMLAMultiStepDraftBackend",
+    takes_rope=False,
+)
 
 
 @dataclass
@@ -124,9 +131,17 @@ def decompressed(
     return query, key, key[..., : k.shape[-1]].contiguous()
 
 
+def on_device(runner: Any) -> AbstractContextManager[object]:
+    """What sglang's code runs in: on a CPU memory that it asks for on CUDA is the CPU's."""
+    return WithoutCUDA() if runner.device == "cpu" else nullcontext()
+
+
 @contextmanager
 def observed(backend: SGLangBackend | SGLangDraftBackend) -> Iterator[None]:
-    """Keep what planning inside the ``with`` does in ``backend.planning``."""
+    """Keep what planning inside the ``with`` does in ``backend.planning``, on a CPU."""
+    if backend.runner.device != "cpu":
+        yield
+        return
     lens = backend.planned.seq_lens_cpu
     with observe(host=[] if lens is None else [lens]) as backend.planning:
         yield
@@ -175,7 +190,7 @@ class SGLangBackend(AttentionBackend):
             batch = with_host_lens(batch)
         self.planned = new_batch(batch, self.runner, batch.out_cache_loc)
         if batch.batch_size:
-            with observed(self), WithoutCUDA():
+            with observed(self), on_device(self.runner):
                 self.theirs.init_forward_metadata(self.planned)
 
     def init_forward_metadata_out_graph(
@@ -185,17 +200,17 @@ class SGLangBackend(AttentionBackend):
         if in_capture:
             batch = with_host_lens(batch)
         self.planned = new_batch(batch, self.runner, batch.out_cache_loc)
-        with observed(self), WithoutCUDA():
+        with observed(self), on_device(self.runner):
             plan_out_of_graph(self.theirs, self.planned, in_capture)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """The device side of planning, recorded."""
-        with WithoutCUDA():
+        with on_device(self.runner):
             plan_in_graph(self.theirs, self.planned)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what graphs read."""
-        with WithoutCUDA():
+        with on_device(self.runner):
             self.theirs.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -223,7 +238,7 @@ class SGLangBackend(AttentionBackend):
         served = served_batch(planned, batch)
         theirs = self._layers.get(layer.layer_id)
         if theirs is None:
-            theirs = self._layers[layer.layer_id] = new_layer(layer)
+            theirs = self._layers[layer.layer_id] = new_layer(layer, self.runner.device)
         if self.packs_query:
             q = q.contiguous()
         if layer.sinks is not None:
@@ -231,7 +246,7 @@ class SGLangBackend(AttentionBackend):
         if "q_rope" in kwargs and not self.runner.takes_rope:
             q = torch.cat((q, kwargs.pop("q_rope")), -1)
             k = torch.cat((k, kwargs.pop("k_rope")), -1)
-        with served_by(self.kernel), WithoutCUDA():
+        with served_by(self.kernel), on_device(self.runner):
             if self._is_decompressed(layer):
                 # As deepseek's forward_normal does: the model writes the latent itself, and hands
                 # over a key and a value of each head.
@@ -299,7 +314,7 @@ class SGLangDraftBackend(MultiStepDraftBackend):
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Plan every step of an eager draft."""
         self._plan(batch, static=False)
-        with observed(self), WithoutCUDA():
+        with observed(self), on_device(self.runner):
             self.theirs.init_forward_metadata(self.planned)
 
     def init_forward_metadata_out_graph(
@@ -309,17 +324,17 @@ class SGLangDraftBackend(MultiStepDraftBackend):
         if in_capture:
             batch = with_host_lens(batch)
         self._plan(batch, static=True)
-        with observed(self), WithoutCUDA():
+        with observed(self), on_device(self.runner):
             plan_out_of_graph(self.theirs, self.planned, in_capture)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """The device side of planning every step, recorded."""
-        with WithoutCUDA():
+        with on_device(self.runner):
             plan_in_graph(self.theirs, self.planned)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what graphs read."""
-        with WithoutCUDA():
+        with on_device(self.runner):
             self.theirs.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -342,7 +357,7 @@ def new_backend(
 ) -> SGLangBackend:
     """The backend of every mode but the multi-step draft, real but for its model runner."""
     runner = _runner(classes, case, kernel, device, pools)
-    with WithoutCUDA():
+    with on_device(runner):
         theirs = getattr(load(classes.module), classes.backend)(runner)
     return SGLangBackend(theirs, runner, kernel, packs_query=packs_query)
 
@@ -352,7 +367,7 @@ def new_draft_backend(
 ) -> SGLangDraftBackend:
     """The backend of the multi-step draft, real but for its model runner."""
     runner = _runner(classes, case, kernel, device, pools)
-    with WithoutCUDA():
+    with on_device(runner):
         theirs = getattr(load(classes.module), classes.draft_backend)(runner, 1, case.num_steps)
     return SGLangDraftBackend(theirs, runner, kernel, case.num_steps)
 
@@ -367,7 +382,7 @@ def _runner(
     runner = new_model_runner(
         case,
         backend=classes.name,
-        server_args=publish(case, classes.name, kernel.capability.name),
+        server_args=publish(case, classes.name, kernel.capability.name, device),
         req_to_token_pool=pools["req_to_token_pool"],
         token_to_kv_pool=pools["token_to_kv_pool"],
         device=device,

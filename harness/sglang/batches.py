@@ -161,7 +161,8 @@ def chain_mask(batch: ForwardBatch) -> torch.Tensor:
     width = batch.spec_info.draft_token_num
     query = torch.arange(width)[:, None]
     masks = [torch.arange(n + width) <= n + query for n in batch.seq_lens.tolist()]
-    return torch.cat([torch.zeros(0, dtype=torch.bool), *(mask.flatten() for mask in masks)])
+    flat = torch.cat([torch.zeros(0, dtype=torch.bool), *(mask.flatten() for mask in masks)])
+    return flat.to(batch.seq_lens.device)
 
 
 def _bind_plan(made: Any, translator: Any) -> None:
@@ -183,8 +184,8 @@ def served_batch(planned: Any, batch: ForwardBatch) -> Any:
     return served
 
 
-def new_layer(layer: RadixAttention) -> Any:
-    """The ``RadixAttention`` of sglang."""
+def new_layer(layer: RadixAttention, device: torch.device | str) -> Any:
+    """The ``RadixAttention`` of sglang, its scales on the device."""
     made = load("srt.layers.radix_attention").RadixAttention(
         num_heads=layer.tp_q_head_num,
         head_dim=layer.head_dim,
@@ -195,7 +196,8 @@ def new_layer(layer: RadixAttention) -> Any:
         sliding_window_size=layer.sliding_window_size,
     )
     if layer.k_scale != 1 or layer.v_scale != 1:
-        made.k_scale, made.v_scale = (torch.tensor([s]) for s in (layer.k_scale, layer.v_scale))
+        scales = torch.tensor([[layer.k_scale], [layer.v_scale]], device=device)
+        made.k_scale, made.v_scale = scales
         made.k_scale_float, made.v_scale_float = layer.k_scale, layer.v_scale
     return made
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from harness.core.case import Case
 from harness.sglang import module_globals, runtime_context
 from harness.sglang.gpu import run_on
@@ -31,12 +33,17 @@ def server_arguments(case: Case, backend: str) -> dict[str, Any]:
     }
 
 
-def publish(case: Case, backend: str, kernel: str) -> Any:
-    """Publish the context of one trial in place of the last one's; returns the server arguments."""
-    release, generation = active(), "sm90" if kernel in SM90_KERNELS else "sm100"
-    run_on(generation)
-    if release.has_platform:
-        runtime_context.publish_platform(generation)
+def publish(case: Case, backend: str, kernel: str, device: torch.device | str) -> Any:
+    """Publish the context of one trial in place of the last one's; returns the server arguments.
+
+    Which GPU it is, sglang asks CUDA where there is one.
+    """
+    release = active()
+    if torch.device(device).type == "cpu":
+        generation = "sm90" if kernel in SM90_KERNELS else "sm100"
+        run_on(generation)
+        if release.has_platform:
+            runtime_context.publish_platform(generation)
     if release.has_parallel_context:
         runtime_context.publish_ranks()
     else:

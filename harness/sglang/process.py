@@ -1,4 +1,7 @@
-"""One process, one release: its files and packages on the path, stubs and patches in place."""
+"""One process, one release: its files and packages on the path, stubs and patches in place.
+
+On CUDA nothing is put in place: the release is the one of the environment, on the kernels it pins.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from harness.core.environment import installed
 from harness.errors import UsageError, rejected
 from harness.graphs.triton_launches import watch_interpreter
 from harness.sglang.patches import apply_patches
@@ -16,20 +22,23 @@ from harness.sglang.releases import Release, packages_of, source_of
 from harness.sglang.stubs import StubFinder
 
 WORKSPACE_BYTES = 1 << 20
-_active: list[tuple[Release, Path]] = []
+_active: list[tuple[Release, Path | None]] = []
 
 
-def activate(release: Release, source: Path | None = None) -> None:
+def activate(
+    release: Release, source: Path | None = None, device: torch.device | str = "cpu"
+) -> None:
     """Make ``import sglang`` find a release's files, for the rest of the process.
 
     Args:
         release: decides the packages and the generation of the contract.
-        source: the folder that holds ``sglang/``; the release's own unpacked wheel if None.
+        source: the folder that holds ``sglang/``; if None the release's own unpacked wheel, or on
+            CUDA the installed package.
+        device: what it will run on.
 
     Raises:
         UsageError: another release is active, or the files are missing.
     """
-    source = source or source_of(release)
     if _active:
         if _active != [(release, source)]:
             raise UsageError(
@@ -38,6 +47,23 @@ def activate(release: Release, source: Path | None = None) -> None:
                 )
             )
         return
+    if torch.device(device).type == "cpu":
+        _stand_in(release, source or source_of(release))
+    else:
+        _as_installed(release, source)
+    _active.append((release, source))
+
+
+def _as_installed(release: Release, source: Path | None) -> None:
+    if source is not None:
+        sys.path.insert(0, str(source))
+    elif (found := installed("sglang")) != release.version:
+        raise UsageError(
+            rejected("sglang on CUDA", found or "none", f"{release.version} installed")
+        )
+
+
+def _stand_in(release: Release, source: Path) -> None:
     packages = packages_of(release)
     for folder in (source / "sglang", packages):
         if not folder.is_dir():
@@ -53,7 +79,6 @@ def activate(release: Release, source: Path | None = None) -> None:
             vars(import_module(module))["is_flashinfer_available"] = lambda: True
         apply_patches()
     watch_interpreter()
-    _active.append((release, source))
 
 
 def active() -> Release:

@@ -29,7 +29,9 @@ def _with_swa(case: Case, pool: Any) -> Any:
     """An allocator of a target with SWA layers, whose mapping is no identity."""
     module = load("srt.mem_cache.swa_memory_pool")
     target = module.SWAKVPool.__new__(module.SWAKVPool)
-    target.full_to_swa_index_mapping = torch.arange(pool.size + case.page_size).flip(0)
+    target.full_to_swa_index_mapping = torch.arange(
+        pool.size + case.page_size, device=pool.device
+    ).flip(0)
     target.layers_mapping = {i: (i // 2, bool(i % 2)) for i in range(case.num_layers)}
     target.page_size = case.page_size
     if not hasattr(module, "SWATokenToKVPoolAllocator"):  # moved in 0.5.13

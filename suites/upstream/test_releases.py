@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
+import torch
 
 from fixtures.drivers.release_effects import count_effects
 from fixtures.plan import effect_trials, upstream_trials
 from harness.core.case import Case, Execution
 from harness.core.record import Record, Verdict
 from harness.differential.isolated import TrialProcess
-from harness.differential.trial import explanation, untried
+from harness.differential.trial import explanation, run_trial, untried
 from harness.sglang.process import activate, load
 from harness.sglang.releases import find_release
 from harness.sglang_subjects import SGLangSubject, sglang_subjects
@@ -20,12 +22,13 @@ from harness.sglang_subjects import SGLangSubject, sglang_subjects
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     version = metafunc.config.getoption("--release")
     source = metafunc.config.getoption("--sglang-source")
+    device = metafunc.config.getoption("--device")
     planned = []
     if version is not None:
         wanted = metafunc.config.getoption("--backends")
         subjects = [
             subject
-            for subject in sglang_subjects(find_release(version), source)
+            for subject in sglang_subjects(find_release(version), source, device)
             if wanted == "all" or subject.classes.name.startswith(wanted)
         ]
         counted = metafunc.function.__name__ == test_effects.__name__
@@ -43,16 +46,24 @@ def released(request: pytest.FixtureRequest) -> None:
     """Import the release, in this process."""
     release = find_release(request.config.getoption("--release"))
     source = request.config.getoption("--sglang-source")
-    activate(release, source)
-    for subject in sglang_subjects(release, source):
+    device = request.config.getoption("--device")
+    activate(release, source, device)
+    for subject in sglang_subjects(release, source, device):
         load(subject.classes.module)
 
 
 @pytest.fixture(scope="session")
-def trial_process(released: None) -> Iterator[TrialProcess]:
-    """Runs trials in forks of a process that has imported the release."""
+def run(released: None, device: torch.device) -> Iterator[Callable[..., Record]]:
+    """Runs trials in forks of a process that has imported the release.
+
+    On CUDA, which no fork can use, in this process: a crash costs a worker of xdist, which names
+    the trial and goes on with another worker.
+    """
+    if device.type == "cuda":
+        yield partial(run_trial, device=device)
+        return
     process = TrialProcess()
-    yield process
+    yield process.run
     process.close()
 
 
@@ -68,11 +79,12 @@ def test_case(
     case: Case,
     subject: SGLangSubject,
     execution: Execution,
-    trial_process: TrialProcess,
+    run: Callable[..., Record],
+    device: torch.device,
     record_trial: Callable[[Record], None],
 ) -> None:
-    record_trial(untried(case, subject, execution))
-    record = trial_process.run(case, subject, execution)
+    record_trial(untried(case, subject, execution, device))
+    record = run(case, subject, execution)
     record_trial(record)
     if record.verdict is Verdict.REFUSED:
         pytest.skip(record.message)

@@ -66,10 +66,10 @@ def test_a_lane_lacks_no_requirement(lane: str) -> None:
 
 def test_a_lane_takes_its_tables_along(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     spec = bundle.specification()
-    asked: list[set[str]] = []
+    asked: list[dict[str, str]] = []
 
     def download(packages: dict[str, str], *_: object) -> list[Path]:
-        asked.append(set(packages))
+        asked.append(packages)
         return []
 
     monkeypatch.setattr(bundle, "download", download)
@@ -77,10 +77,12 @@ def test_a_lane_takes_its_tables_along(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(bundle, "fetch_release", lambda *_: None)
     for lane in cli.LANES:
         bundle.build(tmp_path, 1 << 20, lane)
-    gpu, nightly = asked
-    assert gpu == {*spec["packages"], *spec["test"]}
-    assert nightly == gpu | set(spec["sglang"])
-    assert {"sglang", "altair", "schemathesis"} <= nightly
+    gpu, nightly, upstream = asked
+    assert gpu == spec["packages"] | spec["test"]
+    assert nightly == gpu | spec["sglang"]
+    assert {"sglang", "altair", "schemathesis"} <= set(nightly)
+    assert upstream == nightly | spec["upstream"]
+    assert upstream["sglang"] != nightly["sglang"]
 
 
 @pytest.mark.parametrize(("text", "count"), [("1K", 1024), ("38M", 38 << 20), ("2G", 2 << 30)])
