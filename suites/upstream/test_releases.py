@@ -8,6 +8,7 @@ import pytest
 
 from fixtures.drivers.release_effects import count_effects
 from fixtures.plan import effect_trials, upstream_trials
+from fixtures.tables.findings import FINDINGS, find_finding
 from harness.core.case import Case, Execution
 from harness.core.record import Record, Verdict
 from harness.differential.isolated import TrialProcess
@@ -51,7 +52,7 @@ def released(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="session")
 def trial_process(released: None) -> Iterator[TrialProcess]:
     """Runs trials in forks of a process that has imported the release."""
-    process = TrialProcess()
+    process = TrialProcess(is_known=lambda record: find_finding(record, FINDINGS) is not None)
     yield process
     process.close()
 
