@@ -30,7 +30,7 @@ from harness.sglang.backend import (
 from harness.sglang.context import XQA
 from harness.sglang.process import activate
 from harness.sglang.releases import RELEASES, Release
-from harness.subjects import ALL_MODES, Subject
+from harness.subjects import ALL_MODES, REFERENCE, Subject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +117,13 @@ class SGLangSubject(Subject):
         return self.classes == TRITON and recent
 
 
+FLASHINFER_MLA_DIMS = SGLANG_CAPABILITIES[Family.MLA, "flashinfer"].mla_dims
+
+
+def _latent(case: Case) -> tuple[int, int]:
+    return case.kv_lora_rank, case.qk_rope_head_dim
+
+
 NOT_PRODUCED: dict[Callable[[SGLangSubject, Case, Execution], bool], str] = {
     lambda _, case, __: case.padded_rows > 0: (
         "DP padding is done by sglang's worker, which plans again or truncates; not at this seam"
@@ -134,6 +141,11 @@ NOT_PRODUCED: dict[Callable[[SGLangSubject, Case, Execution], bool], str] = {
         and case.mode in (Mode.DRAFT_EXTEND, Mode.DRAFT_EXTEND_V2)
         and execution is Execution.GRAPH
     ): "sglang captures no draft extend on flashinfer's MLA (eagle_worker_v2.py lists who can)",
+    lambda subject, case, _: (
+        subject.classes == TRTLLM_MLA
+        and case.mode is Mode.EXTEND
+        and _latent(case) not in FLASHINFER_MLA_DIMS
+    ): "trtllm_mla prefills on flashinfer's MLA wrapper, which serves 512 + 64 wide latents alone",
 }
 
 # FlashInfer's prefill on two wrappers: one for the batch's own keys, one for those of the cache.
@@ -173,8 +185,10 @@ MLA_CONVENTIONS = Conventions(
 def sglang_subjects(
     release: Release, source: Path | None = None, device: torch.device | str = "cpu"
 ) -> tuple[SGLangSubject, ...]:
-    """Every backend of a release on every kernel that serves it; FlashMLA has no stand-in."""
+    """Every backend of a release on every kernel that serves it on this device."""
     label = "source" if source else release.version
+    # Nothing stands in for FlashMLA on a CPU; on CUDA no kernel is unlimited.
+    absent = "flash_mla" if torch.device(device).type == "cpu" else REFERENCE
     return tuple(
         SGLangSubject(
             name=f"sglang-{label}/{classes.name}{'-packed_query' if packs else ''}/{kernel}",
@@ -191,13 +205,14 @@ def sglang_subjects(
             (Family.MHA, TRTLLM_MHA, "xqa", MHA_CONVENTIONS, False),
             (Family.MHA, TRTLLM_MHA, "xqa", MHA_CONVENTIONS, True),
             (Family.MHA, TRTLLM_MHA, "trtllm_gen", MHA_CONVENTIONS, False),
+            (Family.MHA, TRTLLM_MHA, REFERENCE, MHA_CONVENTIONS, False),
             (Family.MLA, TRTLLM_MLA, "trtllm_gen", MLA_CONVENTIONS, False),
+            (Family.MLA, TRTLLM_MLA, REFERENCE, MLA_CONVENTIONS, False),
             (Family.MHA, FLASHINFER_MHA, "flashinfer", MHA_CONVENTIONS, False),
             (Family.MLA, FLASHINFER_MLA, "flashinfer", MLA_CONVENTIONS, False),
             (Family.MHA, TRITON, "triton", MHA_CONVENTIONS, False),
             (Family.MLA, TRITON, "triton", MLA_CONVENTIONS, False),
             (Family.MLA, FLASHMLA, "flash_mla", MLA_CONVENTIONS, False),
         )
-        if not (packs and release.packs_query)
-        and not (classes == FLASHMLA and torch.device(device).type == "cpu")
+        if kernel != absent and not (packs and release.packs_query)
     )

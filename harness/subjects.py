@@ -35,6 +35,8 @@ from harness.kernels.registry import new_kernel, real_kernel
 from harness.upstream.base_attn_backend import AttentionBackend, MultiStepDraftBackend
 
 ALL_MODES = frozenset(Mode)
+REFERENCE = "reference"
+"""The unlimited kernel, for rows that no real one serves."""
 TRIAL_TEST = "suites/differential/test_cases.py::test_case"
 GRAPH_MODES = ALL_MODES - {Mode.EXTEND, Mode.IDLE}
 

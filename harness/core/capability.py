@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.core.case import Case, Dtype, Family, KVDtype, Mode
 from harness.core.numerics import ANY_MODE, DECODE_KERNEL, PLAIN, Numerics
@@ -180,8 +180,11 @@ def _table(*capabilities: Capability) -> Table:
 
 
 CAPABILITIES = _table(REFERENCE, XQA, TRTLLM_GEN_MHA, TRTLLM_GEN_MLA, FLASH_MLA)
-# Of kernels that SGLang's own backends alone call; `specgate limits` has nothing to ask.
-SGLANG_CAPABILITIES = CAPABILITIES | _table(FLASHINFER_MHA, FLASHINFER_MLA, TRITON)
+# Of kernels that SGLang's own backends alone call; `specgate limits` has nothing to ask. On sm100
+# they hand over a strided query, which the unlimited kernel takes there.
+SGLANG_CAPABILITIES = CAPABILITIES | _table(
+    replace(REFERENCE, needs_packed_query=False), FLASHINFER_MHA, FLASHINFER_MLA, TRITON
+)
 
 
 def device_refusal(capability: Capability, gpu: tuple[int, int] | None) -> str | None:

@@ -10,6 +10,7 @@ import torch
 
 from fixtures.drivers.release_effects import count_effects
 from fixtures.plan import effect_trials, upstream_trials
+from fixtures.tables.findings import FINDINGS, find_finding
 from harness.core.case import Case, Execution
 from harness.core.record import Record, Verdict
 from harness.differential.isolated import TrialProcess
@@ -62,7 +63,7 @@ def run(released: None, device: torch.device) -> Iterator[Callable[..., Record]]
     if device.type == "cuda":
         yield partial(run_trial, device=device)
         return
-    process = TrialProcess()
+    process = TrialProcess(is_known=lambda record: find_finding(record, FINDINGS) is not None)
     yield process.run
     process.close()
 
