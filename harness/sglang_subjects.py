@@ -87,6 +87,8 @@ class SGLangSubject(Subject):
 
     def numerics(self, device: torch.device | str) -> Numerics:
         """As of the backend; MHA prefill on SM90 is fmha_v2's, which takes its query in FP8."""
+        if self.classes == TRITON and torch.device(device).type == "cuda":
+            return TRITON_ON_CUDA
         if self.classes in NUMERICS:
             return NUMERICS[self.classes]
         plain = super().numerics(device)
@@ -168,6 +170,14 @@ NUMERICS = {
         source="sglang 0.5.23, triton_backend.py, forward_extend: k and v of the batch",
     ),
 }
+TRITON_ON_CUDA = replace(
+    NUMERICS[TRITON],
+    rounds_query=ALL_MODES,
+    scales_query=ALL_MODES,
+    rounds_weights=ALL_MODES,
+    source="sglang 0.5.16, decode_attention.py and extend_attention.py: for keys of an FP8 cache "
+    "query and weights are rounded, for the batch's own keys and MLA's rotary part they are not",
+)
 
 PACKED_MODES = frozenset({Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2})
 MHA_CONVENTIONS = Conventions(

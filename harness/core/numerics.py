@@ -21,7 +21,8 @@ class Numerics:
         budget_factor: times the error that a plain implementation is allowed.
         rounds_query: modes in which it rounds the query to FP8 over an FP8 cache.
         scales_query: modes in which it divides the query by a scale that follows from the batch
-            before it rounds it so; the oracle cannot repeat that, the budget allows for it.
+            before it rounds it so, or rounds it for some of the keys; the oracle cannot repeat
+            that, the budget allows for it.
         rounds_weights: modes in which it rounds softmax weights to FP8 over an FP8 cache.
         spreads_nan: cache dtypes and modes in which it multiplies masked values by zero instead of
             skipping them, so that a NaN in an unwritten slot of a live page spreads.

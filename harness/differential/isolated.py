@@ -1,8 +1,9 @@
 """Trials in processes of their own, for subjects whose code may overrun memory or never return.
 
-A fork of this process runs one trial after another. A trial that kills it costs that trial alone,
-and its record names the signal; a red one that nobody expects is run again in a new fork, so that
-nothing an earlier trial left behind decides a verdict.
+A child of this process runs one trial after another: a fork, or where CUDA is used, which no fork
+can, a process of its own. A trial that kills it costs that trial alone, and its record names the
+signal; a red one that nobody expects is run again in a new child, so that nothing an earlier trial
+left behind decides a verdict.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ Trial = tuple[Case, Subject, Execution]
 
 
 class TrialProcess:
-    """Runs trials in forks of this process, which has imported what they need.
+    """Runs trials in children of this process.
 
     Args:
-        run: what a fork does with a trial.
+        run: what a child does with a trial.
         is_known: whether a red record is expected, and not worth a second run.
         patience_s: seconds after which a trial is given up.
+        start: "fork" of this process, which has imported what trials need, or "spawn".
     """
 
     def __init__(
@@ -38,12 +40,13 @@ class TrialProcess:
         run: Callable[[Case, Subject, Execution], Record] = run_trial,
         is_known: Callable[[Record], bool] = lambda record: False,
         patience_s: float = PATIENCE_S,
+        start: str = "fork",
     ) -> None:
         self._run = run
         self._is_known = is_known
         self._patience_s = patience_s
-        self._context: Any = multiprocessing.get_context("fork")
-        self._fork: Any = None
+        self._context: Any = multiprocessing.get_context(start)
+        self._child: Any = None
         self._pipe: Connection | None = None
         self._ran = 0
 
@@ -56,14 +59,14 @@ class TrialProcess:
         return record
 
     def close(self) -> None:
-        """End the fork, if there is one."""
-        if self._fork is not None:
-            self._fork.kill()
-            self._fork.join()
-            self._fork = None
+        """End the child, if there is one."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.join()
+            self._child = None
 
     def _ask(self, trial: Trial) -> Record:
-        if self._fork is None:
+        if self._child is None:
             self._start()
         assert self._pipe is not None
         self._ran += 1
@@ -74,22 +77,22 @@ class TrialProcess:
         try:
             record: Record = self._pipe.recv()
         except EOFError:
-            self._fork.join()
-            code, self._fork = self._fork.exitcode, None
+            self._child.join()
+            code, self._child = self._child.exitcode, None
             return _failed(trial, f"the process ended by {_ending(code)}")
         return record
 
     def _start(self) -> None:
         self._pipe, theirs = self._context.Pipe()
         gc.freeze()
-        self._fork = self._context.Process(target=_serve, args=(theirs, self._run), daemon=True)
-        self._fork.start()
+        self._child = self._context.Process(target=_serve, args=(theirs, self._run), daemon=True)
+        self._child.start()
         theirs.close()
         self._ran = 0
 
 
 def _serve(pipe: Connection, run: Callable[[Case, Subject, Execution], Record]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever forked ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us ends us
     while True:
         try:
             trial = pipe.recv()

@@ -8,16 +8,19 @@ from functools import partial
 import pytest
 import torch
 
+from fixtures.drivers.cuda_trials import cuda_trial, keeps_device
 from fixtures.drivers.release_effects import count_effects
 from fixtures.plan import effect_trials, upstream_trials
 from fixtures.tables.findings import FINDINGS, find_finding
 from harness.core.case import Case, Execution
 from harness.core.record import Record, Verdict
 from harness.differential.isolated import TrialProcess
-from harness.differential.trial import explanation, run_trial, untried
+from harness.differential.trial import explanation, untried
 from harness.sglang.process import activate, load
 from harness.sglang.releases import find_release
 from harness.sglang_subjects import SGLangSubject, sglang_subjects
+
+COMPILING_S = 600.0
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -47,24 +50,21 @@ def released(request: pytest.FixtureRequest) -> None:
     """Import the release, in this process."""
     release = find_release(request.config.getoption("--release"))
     source = request.config.getoption("--sglang-source")
-    device = request.config.getoption("--device")
-    activate(release, source, device)
-    for subject in sglang_subjects(release, source, device):
+    activate(release, source)
+    for subject in sglang_subjects(release, source):
         load(subject.classes.module)
 
 
 @pytest.fixture(scope="session")
-def run(released: None, device: torch.device) -> Iterator[Callable[..., Record]]:
-    """Runs trials in forks of a process that has imported the release.
-
-    On CUDA, which no fork can use, in this process: a crash costs a worker of xdist, which names
-    the trial and goes on with another worker.
-    """
+def trial_process(request: pytest.FixtureRequest, device: torch.device) -> Iterator[TrialProcess]:
+    """Runs trials in forks of a process that has imported the release; on CUDA in a new process."""
     if device.type == "cuda":
-        yield partial(run_trial, device=device)
-        return
-    process = TrialProcess(is_known=lambda record: find_finding(record, FINDINGS) is not None)
-    yield process.run
+        run = partial(cuda_trial, device=str(device))
+        process = TrialProcess(run, keeps_device, patience_s=COMPILING_S, start="spawn")
+    else:
+        request.getfixturevalue("released")
+        process = TrialProcess(is_known=lambda record: find_finding(record, FINDINGS) is not None)
+    yield process
     process.close()
 
 
@@ -80,12 +80,12 @@ def test_case(
     case: Case,
     subject: SGLangSubject,
     execution: Execution,
-    run: Callable[..., Record],
+    trial_process: TrialProcess,
     device: torch.device,
     record_trial: Callable[[Record], None],
 ) -> None:
     record_trial(untried(case, subject, execution, device))
-    record = run(case, subject, execution)
+    record = trial_process.run(case, subject, execution)
     record_trial(record)
     if record.verdict is Verdict.REFUSED:
         pytest.skip(record.message)
