@@ -42,6 +42,10 @@ HANDED_ON = {
     "compare": ("harness.bench", "judge a benchmark's records again and print what they show"),
     "serve": ("harness.server", "serve a shipped pair over HTTP"),
     "upstream": ("fixtures.upstream", "put SGLang's own backends on trial, by release"),
+    "accept-lengths": (
+        "fixtures.accept_lengths",
+        "compare accept lengths of sglang's attention backends with the oracle's",
+    ),
     "compare-releases": (
         "fixtures.compare_releases",
         "run the same rows on two releases of sglang, or checkouts, and print what differs",
