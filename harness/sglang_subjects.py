@@ -76,8 +76,8 @@ class SGLangSubject(Subject):
 
     def reproduce(self, trial: str) -> str:
         """See ``Subject``."""
-        which = f"--source {self.source}" if self.source else self.release.version
-        return f"specgate upstream {which} -k '{trial}'"
+        source = f" --source {self.source}" if self.source else ""
+        return f"specgate upstream {self.release.version}{source} -k '{trial}'"
 
     def numerics(self, device: torch.device | str) -> Numerics:
         """As of the backend; MHA prefill on SM90 is fmha_v2's, which takes its query in FP8."""
