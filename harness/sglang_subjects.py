@@ -136,6 +136,12 @@ NOT_PRODUCED: dict[Callable[[SGLangSubject, Case, Execution], bool], str] = {
         and execution is Execution.GRAPH
     ): "sglang captures no draft extend on flashinfer's MLA (eagle_worker_v2.py lists who can)",
     lambda subject, case, _: (
+        subject.classes == TRTLLM_MHA
+        and subject.kernel == XQA
+        and subject.release.has_draft_extend_v1
+        and case.mode in (Mode.DRAFT_EXTEND, Mode.DRAFT_EXTEND_V2)
+    ): "this release drafts by trtllm-gen's context kernel, which SM90 lacks",
+    lambda subject, case, _: (
         subject.classes == TRTLLM_MLA
         and case.mode is Mode.EXTEND
         and _latent(case) not in FLASHINFER_MLA_DIMS
