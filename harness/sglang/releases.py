@@ -28,7 +28,7 @@ class Release:
         packs_query: whether trtllm_mha packs the query of a verify or extend itself.
         prefills_on_sm90: whether trtllm_mha serves prefill on SM90, by fmha_v2; before it, server
             arguments refuse it there.
-        fuses_mla_rope: whether trtllm_mla itself rotates what it casts to FP8 in a decode or verify.
+        fuses_mla_rope: whether trtllm_mla rotates itself what it casts to FP8 in decode and verify.
         bundles_locations: whether ``KVWriteLoc.for_batch`` makes what an MLA pool is written by.
         plans_in_three_phases: whether graphs plan by ``init_forward_metadata_out_graph`` and
             ``_in_graph``; before them by the pair of capture and replay.

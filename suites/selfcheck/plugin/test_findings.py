@@ -12,11 +12,13 @@ from fixtures.plan import effect_trials, upstream_trials
 from fixtures.tables import CASES
 from fixtures.tables.findings import FINDINGS, Finding, find_finding
 from fixtures.upstream import unseen_findings, verdict_tables
+from harness.core.capability import refusal
 from harness.core.case import Execution, Mode
 from harness.core.record import Record, Verdict
 from harness.errors import UsageError
 from harness.sglang.releases import RELEASES, find_release
 from harness.sglang_subjects import sglang_subjects
+from harness.subjects import REFERENCE
 
 FINDING = Finding(
     id="wall",
@@ -87,7 +89,8 @@ def test_a_finding_that_no_trial_shows_is_told(monkeypatch: pytest.MonkeyPatch) 
 def test_a_mode_that_a_release_lacks_is_one_refusal_of_each_subject() -> None:
     subjects = sglang_subjects(find_release("0.5.23"))
     v1 = [(s.name, e) for c, s, e in upstream_trials(subjects) if c.mode is Mode.DRAFT_EXTEND]
-    assert v1 == [(subject.name, Execution.EAGER) for subject in subjects]
+    real = [subject for subject in subjects if subject.kernel != REFERENCE]
+    assert v1 == [(subject.name, Execution.EAGER) for subject in real]
     refused = {
         s.refusal(c, e) for c, s, e in upstream_trials(subjects) if c.mode is Mode.DRAFT_EXTEND
     }
@@ -97,11 +100,20 @@ def test_a_mode_that_a_release_lacks_is_one_refusal_of_each_subject() -> None:
 def test_every_row_of_a_family_is_planned_on_every_backend_of_it() -> None:
     subjects = sglang_subjects(find_release("0.5.13"))
     planned = {(c.id, s.name) for c, s, _ in upstream_trials(subjects)}
-    whole = [subject for subject in subjects if subject.served_modes == frozenset(Mode)]
+    real = [subject for subject in subjects if subject.kernel != REFERENCE]
+    whole = [subject for subject in real if subject.served_modes == frozenset(Mode)]
     assert {subject.classes.name for subject in whole} >= {"trtllm_mha", "trtllm_mla"}
     assert planned >= {
         (case.id, s.name) for s in whole for case in CASES.values() if case.family is s.family
     }
+    unlimited = {(c.id, s.classes) for c, s, _ in upstream_trials(subjects) if s not in real}
+    assert all(
+        refusal(CASES[row], s.capability)
+        for row, classes in unlimited
+        for s in real
+        if s.classes == classes
+    )
+    assert len(unlimited) > 0
     counted = {(c.mode, e) for c, s, e in effect_trials(subjects) if s is subjects[0]}
     assert counted >= {(Mode.DECODE, Execution.GRAPH), (Mode.TARGET_VERIFY, Execution.EAGER)}
 
