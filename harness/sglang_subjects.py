@@ -13,6 +13,7 @@ from harness.core.capability import SGLANG_CAPABILITIES, Capability
 from harness.core.case import Case, Execution, Family, Mode
 from harness.core.conventions import Conventions
 from harness.core.numerics import Numerics
+from harness.core.record import Environment
 from harness.sglang.backend import (
     FLASHINFER_MHA,
     FLASHINFER_MLA,
@@ -78,6 +79,11 @@ class SGLangSubject(Subject):
         """See ``Subject``."""
         source = f" --source {self.source}" if self.source else ""
         return f"specgate upstream {self.release.version}{source} -k '{trial}'"
+
+    def environment(self, device: torch.device | str) -> Environment:
+        """See ``Subject``; a checkout has the release that it is closest to, and its folder."""
+        at = f" at {self.source}" if self.source else ""
+        return replace(super().environment(device), sglang=f"{self.release.version}{at}")
 
     def numerics(self, device: torch.device | str) -> Numerics:
         """As of the backend; MHA prefill on SM90 is fmha_v2's, which takes its query in FP8."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -129,3 +130,11 @@ def test_a_table_counts_findings_apart_from_red() -> None:
         for verdict in (Verdict.PASSED, Verdict.PASSED, Verdict.WAIVED, Verdict.ERROR)
     ]
     assert counts(records) == [["decode"], ["eager"], ["2"], ["1"], [""], ["1"]]
+
+
+def test_a_trial_of_a_release_names_the_release_or_the_checkout(tmp_path: Path) -> None:
+    release = find_release("0.5.18")
+    released, checkout = sglang_subjects(release)[0], sglang_subjects(release, tmp_path)[0]
+    assert released.environment("cpu").sglang == "0.5.18"
+    assert checkout.environment("cpu").sglang == f"0.5.18 at {tmp_path}"
+    assert f"upstream 0.5.18 --source {tmp_path} -k 'x'" in checkout.reproduce("x")
