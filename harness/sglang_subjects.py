@@ -13,6 +13,7 @@ from harness.core.capability import SGLANG_CAPABILITIES, Capability
 from harness.core.case import Case, Execution, Family, Mode
 from harness.core.conventions import Conventions
 from harness.core.numerics import Numerics
+from harness.core.record import Environment
 from harness.kernels.reference import TorchPaged
 from harness.sglang.backend import (
     FLASHINFER_MHA,
@@ -82,8 +83,13 @@ class SGLangSubject(Subject):
 
     def reproduce(self, trial: str) -> str:
         """See ``Subject``."""
-        which = f"--source {self.source}" if self.source else self.release.version
-        return f"specgate upstream {which} -k '{trial}'"
+        source = f" --source {self.source}" if self.source else ""
+        return f"specgate upstream {self.release.version}{source} -k '{trial}'"
+
+    def environment(self, device: torch.device | str) -> Environment:
+        """See ``Subject``; a checkout has the release that it is closest to, and its folder."""
+        at = f" at {self.source}" if self.source else ""
+        return replace(super().environment(device), sglang=f"{self.release.version}{at}")
 
     def numerics(self, device: torch.device | str) -> Numerics:
         """As of the backend; MHA prefill on SM90 is fmha_v2's, which takes its query in FP8."""
@@ -143,6 +149,12 @@ NOT_PRODUCED: dict[Callable[[SGLangSubject, Case, Execution], bool], str] = {
         and case.mode in (Mode.DRAFT_EXTEND, Mode.DRAFT_EXTEND_V2)
         and execution is Execution.GRAPH
     ): "sglang captures no draft extend on flashinfer's MLA (eagle_worker_v2.py lists who can)",
+    lambda subject, case, _: (
+        subject.classes == TRTLLM_MHA
+        and subject.kernel == XQA
+        and subject.release.has_draft_extend_v1
+        and case.mode in (Mode.DRAFT_EXTEND, Mode.DRAFT_EXTEND_V2)
+    ): "this release drafts by trtllm-gen's context kernel, which SM90 lacks",
     lambda subject, case, _: (
         subject.classes == TRTLLM_MLA
         and case.mode is Mode.EXTEND

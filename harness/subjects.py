@@ -25,8 +25,9 @@ from harness.attention.trtllm_mla import TRTLLMMLABackend
 from harness.core.capability import CAPABILITIES, Capability, refusal
 from harness.core.case import Case, Execution, Family, Mode
 from harness.core.conventions import OURS, Conventions
-from harness.core.environment import compute_capability
+from harness.core.environment import compute_capability, environment
 from harness.core.numerics import Numerics
+from harness.core.record import Environment
 from harness.errors import UsageError, rejected
 from harness.graphs.draft_extend_runner import BaselineDraftExtendRunner, DraftExtendRunner
 from harness.kernels.custom import CustomKernel, Function, load_function
@@ -80,6 +81,10 @@ class Subject(ABC):
     def reproduce(self, trial: str) -> str:
         """The command that runs one trial, "case-subject-execution", alone."""
         return f"pytest '{TRIAL_TEST}[{trial}]'"
+
+    def environment(self, device: torch.device | str) -> Environment:
+        """Versions that a trial ran on."""
+        return environment(str(device))
 
     @property
     def is_baseline(self) -> bool:

@@ -7,7 +7,6 @@ import time
 import torch
 
 from harness.core.case import Case, Execution
-from harness.core.environment import environment
 from harness.core.record import Record, Verdict
 from harness.differential.compare import Comparison
 from harness.differential.diagnose import explain
@@ -95,7 +94,7 @@ def _record(
         message=message,
         quantities=tuple(c.to_quantity() for c in comparisons or () if c.quantity != "invariant"),
         seconds=seconds,
-        environment=environment(str(device)),
+        environment=subject.environment(device),
         reproduce=subject.reproduce(f"{case.id}-{subject.name}-{execution}"),
     )
 

@@ -23,8 +23,9 @@ from harness.sglang.graph_planning import (
 )
 from harness.sglang.model_runner import new_model_runner
 from harness.sglang.patches import WithoutCUDA
-from harness.sglang.process import load
+from harness.sglang.process import active, load
 from harness.sglang.stubs.flashinfer import served_by
+from harness.sglang.stubs.rope import FP8, no_rotation
 from harness.upstream.base_attn_backend import AttentionBackend, MultiStepDraftBackend
 from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode
 from harness.upstream.radix_attention import RadixAttention
@@ -246,11 +247,16 @@ class SGLangBackend(AttentionBackend):
         if "q_rope" in kwargs and not self.runner.takes_rope:
             q = torch.cat((q, kwargs.pop("q_rope")), -1)
             k = torch.cat((k, kwargs.pop("k_rope")), -1)
+        if self._rotates(batch):
+            cache = no_rotation(self.runner.model_config.context_len, kwargs["q_rope"].shape[-1])
+            kwargs["cos_sin_cache"] = cache
         with served_by(self.kernel), on_device(self.runner):
             if self._is_decompressed(layer):
                 # As deepseek's forward_normal does: the model writes the latent itself, and hands
                 # over a key and a value of each head.
-                locations = load("srt.mem_cache.memory_pool").KVWriteLoc.for_batch(served)
+                locations = served.out_cache_loc
+                if active().bundles_locations:
+                    locations = load("srt.mem_cache.memory_pool").KVWriteLoc.for_batch(served)
                 pool = self.runner.token_to_kv_pool
                 pool.set_mla_kv_buffer(theirs, locations, k, kwargs["k_rope"])
                 q, k, v = decompressed(q, k, kwargs.pop("q_rope"), kwargs.pop("k_rope"))
@@ -265,6 +271,13 @@ class SGLangBackend(AttentionBackend):
                 **kwargs,
             )
         return out.flatten(1)
+
+    def _rotates(self, batch: ForwardBatch) -> bool:
+        """Whether the model leaves the rotation of query and key to this backend."""
+        mode, runner = batch.forward_mode, self.runner
+        fuses = runner.use_mla_backend and runner.takes_rope and active().fuses_mla_rope
+        serves = mode.is_decode() or mode is ForwardMode.TARGET_VERIFY
+        return fuses and serves and runner.kv_cache_dtype == FP8
 
     def _is_decompressed(self, layer: RadixAttention) -> bool:
         """Whether a prefill without a prefix runs on heads of its own instead of the latent."""

@@ -28,6 +28,8 @@ class Release:
         packs_query: whether trtllm_mha packs the query of a verify or extend itself.
         prefills_on_sm90: whether trtllm_mha serves prefill on SM90, by fmha_v2; before it, server
             arguments refuse it there.
+        fuses_mla_rope: whether trtllm_mla rotates itself what it casts to FP8 in decode and verify.
+        bundles_locations: whether ``KVWriteLoc.for_batch`` makes what an MLA pool is written by.
         plans_in_three_phases: whether graphs plan by ``init_forward_metadata_out_graph`` and
             ``_in_graph``; before them by the pair of capture and replay.
     """
@@ -41,12 +43,21 @@ class Release:
     prefills_on_sm90: bool = True
     packs_query: bool = True
     scales_query: bool = False
+    fuses_mla_rope: bool = False
+    bundles_locations: bool = True
     plans_in_three_phases: bool = True
 
 
 # What several releases in a row lack.
-OF_SM100 = {"has_platform": False, "prefills_on_sm90": False, "packs_query": False}
-OF_GLOBALS = {**OF_SM100, "has_runtime_context": False}
+OF_LOCATIONS = {"bundles_locations": False}
+OF_SM100 = {
+    **OF_LOCATIONS,
+    "has_platform": False,
+    "prefills_on_sm90": False,
+    "packs_query": False,
+}
+OF_ROPE = {**OF_SM100, "fuses_mla_rope": True}
+OF_GLOBALS = {**OF_ROPE, "has_runtime_context": False}
 OF_V1 = {"has_draft_extend_v1": True, "has_parallel_context": False}
 
 RELEASES = {
@@ -55,9 +66,9 @@ RELEASES = {
         Release("0.5.12", "5.6.0", **OF_GLOBALS, **OF_V1, plans_in_three_phases=False),
         Release("0.5.13", "5.8.1", **OF_GLOBALS, **OF_V1),
         Release("0.5.14", "5.8.1", **OF_GLOBALS, scales_query=True),
-        Release("0.5.16", "5.12.1", **OF_SM100),
+        Release("0.5.16", "5.12.1", **OF_ROPE),
         Release("0.5.18", "5.12.1", **OF_SM100),
-        Release("0.5.20", "5.12.1"),
+        Release("0.5.20", "5.12.1", **OF_LOCATIONS),
         Release("0.5.22", "5.19.0"),
         Release("0.5.23", "5.19.0"),
     )

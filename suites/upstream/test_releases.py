@@ -16,6 +16,7 @@ from harness.core.case import Case, Execution
 from harness.core.record import Record, Verdict
 from harness.differential.isolated import TrialProcess
 from harness.differential.trial import explanation, untried
+from harness.sglang.flashinfer_source import hold_to
 from harness.sglang.process import activate, load
 from harness.sglang.releases import find_release
 from harness.sglang_subjects import SGLangSubject, sglang_subjects
@@ -50,6 +51,9 @@ def released(request: pytest.FixtureRequest) -> None:
     """Import the release, in this process."""
     release = find_release(request.config.getoption("--release"))
     source = request.config.getoption("--sglang-source")
+    flashinfer = request.config.getoption("--flashinfer")
+    if flashinfer is not None:
+        hold_to(flashinfer)
     activate(release, source)
     for subject in sglang_subjects(release, source):
         load(subject.classes.module)

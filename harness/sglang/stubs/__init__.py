@@ -44,6 +44,10 @@ STUBS = {
 }
 
 
+ABSENT = object()
+"""In the place of a stand-in: importing the name fails."""
+
+
 class _Missing(type):
     """A name of a stub that nothing stands in for; its attributes are names, too."""
 
@@ -67,6 +71,8 @@ class _StubModule(ModuleType):
         dotted = f"{inside}.{name}" if inside else name
         if dotted not in served and any(key.startswith(f"{dotted}.") for key in served):
             return sys.modules.setdefault(f"{package}.{dotted}", _StubModule(f"{package}.{dotted}"))
+        if served.get(dotted) is ABSENT:
+            raise AttributeError(f"{self.__name__} has no {name}")
         value = served.get(dotted) or _Missing(name, (), {"__module__": self.__name__})
         setattr(self, name, value)
         return value
@@ -79,7 +85,8 @@ class StubFinder(MetaPathFinder, Loader):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """A spec for a stubbed package's modules, None for all others."""
-        if fullname.partition(".")[0] not in STUBS:
+        package, _, inside = fullname.partition(".")
+        if package not in STUBS or STUBS[package].served.get(inside) is ABSENT:
             return None
         return ModuleSpec(fullname, self, is_package=True)
 

@@ -19,6 +19,7 @@ from harness.sglang.stubs.ragged import (
     merge_state,
     trtllm_ragged_attention_deepseek,
 )
+from harness.sglang.stubs.rope import mla_rope_quantize_fp8
 from harness.sglang.stubs.wrappers import (
     DECODE_GROUP_SIZES,
     BatchDecodeWithPagedKVCacheWrapper,
@@ -293,6 +294,7 @@ SERVED: dict[str, Any] = {
     "BatchMLAPagedAttentionWrapper": BatchMLAPagedAttentionWrapper,
     "fast_decode_plan": fast_decode_plan,
     "cascade.merge_state": merge_state,
+    "rope.mla_rope_quantize_fp8": mla_rope_quantize_fp8,
     "decode._grouped_size_compiled_for_decode_kernels": lambda heads, kv_heads: (
         heads // kv_heads in DECODE_GROUP_SIZES
     ),

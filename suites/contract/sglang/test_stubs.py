@@ -10,6 +10,7 @@ from harness.core.case import Family
 from harness.errors import KernelRefusal
 from harness.kernels.reference import TorchPaged
 from harness.sglang.stubs.flashinfer import served_by, trtllm_batch_decode_with_kv_cache
+from harness.sglang.stubs.rope import mla_rope_quantize_fp8, no_rotation, rotated
 from harness.sglang.stubs.sgl_kernel import sgl_per_tensor_quant_fp8
 
 FP8 = torch.float8_e4m3fn
@@ -59,3 +60,46 @@ def test_a_dynamic_scale_follows_from_the_greatest(x: list[float], expected: lis
     assert scale.item() == max(map(abs, x)) / 448
     assert made.float().tolist() == expected
     assert torch.equal(made.float() * scale, given)
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_the_fused_rotation_turns_pairs_and_casts(is_neox: bool) -> None:
+    angle = torch.tensor([[0.5, 2.0], [1.25, -0.75]])
+    cache = torch.cat((angle.cos(), angle.sin()), -1)
+    q_rope, k_rope = torch.randn(3, 2, 4), torch.randn(3, 4)
+    q_nope, k_nope = torch.randn(3, 2, 6), torch.full((3, 6), 1000.0)
+    positions = torch.tensor([1, 0, 1])
+    q, k = torch.empty(3, 2, 10, dtype=FP8), torch.empty(3, 10, dtype=FP8)
+    mla_rope_quantize_fp8(
+        q_rope,
+        k_rope,
+        q_nope,
+        k_nope,
+        cache,
+        positions,
+        is_neox,
+        q_rope_out=q[..., 6:],
+        k_rope_out=k[..., 6:],
+        q_nope_out=q[..., :6],
+        k_nope_out=k[..., :6],
+    )
+    pairs = [(0, 2), (1, 3)] if is_neox else [(0, 1), (2, 3)]
+    for token, at in enumerate(positions):
+        for frequency, (first, second) in enumerate(pairs):
+            turn = torch.polar(torch.tensor(1.0), angle[at, frequency])
+            turned = torch.complex(k_rope[token, first], k_rope[token, second]) * turn
+            expected = torch.stack((turned.real, turned.imag)).to(FP8)
+            assert torch.equal(k[token, [6 + first, 6 + second]].float(), expected.float())
+    assert torch.equal(q[..., :6].float(), q_nope.to(FP8).float())
+    assert k[:, :6].float().unique().tolist() == [448.0]
+    still = rotated(q_rope, *no_rotation(2, 4)[positions].chunk(2, -1), is_neox)
+    assert torch.equal(still, q_rope)
+
+
+def test_positions_of_another_batch_are_refused() -> None:
+    with pytest.raises(KernelRefusal, match=r"pos_ids = \[2\] is not accepted; accepted: \[3\]"):
+        mla_rope_quantize_fp8(
+            *(torch.zeros(3, 2, 4), torch.zeros(3, 4), torch.zeros(3, 2, 6), torch.zeros(3, 6)),
+            torch.zeros(8, 4),
+            torch.tensor([0, 1]),
+        )

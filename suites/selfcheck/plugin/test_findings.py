@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,11 +13,13 @@ from fixtures.plan import effect_trials, upstream_trials
 from fixtures.tables import CASES
 from fixtures.tables.findings import FINDINGS, Finding, find_finding
 from fixtures.upstream import unseen_findings, verdict_tables
+from harness.core.capability import refusal
 from harness.core.case import Execution, Mode
 from harness.core.record import Record, Verdict
 from harness.errors import UsageError
 from harness.sglang.releases import RELEASES, find_release
 from harness.sglang_subjects import sglang_subjects
+from harness.subjects import REFERENCE
 
 FINDING = Finding(
     id="wall",
@@ -87,7 +90,8 @@ def test_a_finding_that_no_trial_shows_is_told(monkeypatch: pytest.MonkeyPatch) 
 def test_a_mode_that_a_release_lacks_is_one_refusal_of_each_subject() -> None:
     subjects = sglang_subjects(find_release("0.5.23"))
     v1 = [(s.name, e) for c, s, e in upstream_trials(subjects) if c.mode is Mode.DRAFT_EXTEND]
-    assert v1 == [(subject.name, Execution.EAGER) for subject in subjects]
+    real = [subject for subject in subjects if subject.kernel != REFERENCE]
+    assert v1 == [(subject.name, Execution.EAGER) for subject in real]
     refused = {
         s.refusal(c, e) for c, s, e in upstream_trials(subjects) if c.mode is Mode.DRAFT_EXTEND
     }
@@ -97,11 +101,20 @@ def test_a_mode_that_a_release_lacks_is_one_refusal_of_each_subject() -> None:
 def test_every_row_of_a_family_is_planned_on_every_backend_of_it() -> None:
     subjects = sglang_subjects(find_release("0.5.13"))
     planned = {(c.id, s.name) for c, s, _ in upstream_trials(subjects)}
-    whole = [subject for subject in subjects if subject.served_modes == frozenset(Mode)]
+    real = [subject for subject in subjects if subject.kernel != REFERENCE]
+    whole = [subject for subject in real if subject.served_modes == frozenset(Mode)]
     assert {subject.classes.name for subject in whole} >= {"trtllm_mha", "trtllm_mla"}
     assert planned >= {
         (case.id, s.name) for s in whole for case in CASES.values() if case.family is s.family
     }
+    unlimited = {(c.id, s.classes) for c, s, _ in upstream_trials(subjects) if s not in real}
+    assert all(
+        refusal(CASES[row], s.capability)
+        for row, classes in unlimited
+        for s in real
+        if s.classes == classes
+    )
+    assert len(unlimited) > 0
     counted = {(c.mode, e) for c, s, e in effect_trials(subjects) if s is subjects[0]}
     assert counted >= {(Mode.DECODE, Execution.GRAPH), (Mode.TARGET_VERIFY, Execution.EAGER)}
 
@@ -117,3 +130,11 @@ def test_a_table_counts_findings_apart_from_red() -> None:
         for verdict in (Verdict.PASSED, Verdict.PASSED, Verdict.WAIVED, Verdict.ERROR)
     ]
     assert counts(records) == [["decode"], ["eager"], ["2"], ["1"], [""], ["1"]]
+
+
+def test_a_trial_of_a_release_names_the_release_or_the_checkout(tmp_path: Path) -> None:
+    release = find_release("0.5.18")
+    released, checkout = sglang_subjects(release)[0], sglang_subjects(release, tmp_path)[0]
+    assert released.environment("cpu").sglang == "0.5.18"
+    assert checkout.environment("cpu").sglang == f"0.5.18 at {tmp_path}"
+    assert f"upstream 0.5.18 --source {tmp_path} -k 'x'" in checkout.reproduce("x")

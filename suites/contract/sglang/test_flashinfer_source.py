@@ -1,0 +1,107 @@
+"""A checkout of FlashInfer decides which calls of sglang's backends are taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.errors import KernelRefusal
+from harness.sglang.flashinfer_source import definition, hold_to
+from harness.sglang.stubs import ABSENT, STUBS, Stub
+
+
+def decode(query: int, page_size: int = 1, window_left: int = -1) -> tuple[int, int, int]:
+    return query, page_size, window_left
+
+
+class Wrapper:
+    def __init__(self, layout: str) -> None:
+        self.layout = layout
+
+    def plan(self, indptr: int, causal: bool = True, **more: int) -> tuple[int, bool]:
+        return indptr + sum(more.values()), causal
+
+    begin_forward = plan
+
+    def plan_twice(self) -> tuple[int, bool]:
+        return self.plan(5, causal=True, internal=1)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    files = {
+        "__init__.py": "from .decode import Wrapper \nfrom .mla import latent\n",
+        "decode.py": (
+            "from typing import overload\n"
+            "@overload\ndef decode(query): ...\n"
+            "def decode(query, page_size=16, *, window_left=NEVER, sinks=None): ...\n"
+            "class Wrapper:\n"
+            "    def __init__(self, layout, backend='auto'): ...\n"
+            "    def plan(self, indptr, causal=False): ...\n"
+            "    begin_forward = plan\n"
+            "    def plan_twice(self): ...\n"
+        ),
+        "mla/__init__.py": "from ._core import *\n",
+        "mla/_core.py": "def latent(query): ...\n",
+    }
+    for name, text in files.items():
+        file = tmp_path / "flashinfer" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return tmp_path
+
+
+@pytest.fixture
+def served(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    names = {"decode.decode": decode, "Wrapper": Wrapper, "decode.gone": decode, "latent": decode}
+    stub = Stub("flashinfer", "a toy", names)
+    monkeypatch.setitem(STUBS, "flashinfer", stub)
+    hold_to(checkout)
+    return stub.served
+
+
+def test_a_default_of_the_checkout_is_what_a_caller_leaves_out(served: dict[str, Any]) -> None:
+    assert served["decode.decode"](7) == (7, 16, -1)
+    assert served["decode.decode"](7, 32, window_left=4) == (7, 32, 4)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((7, 1, 4), {}, "too many positional arguments"),
+        ((7,), {"mask": 1}, "unexpected keyword argument 'mask'"),
+        ((), {}, "missing a required argument: 'query'"),
+    ],
+)
+def test_a_call_that_the_checkout_does_not_take_is_refused(
+    served: dict[str, Any], args: tuple[int, ...], kwargs: dict[str, int], message: str
+) -> None:
+    with pytest.raises(KernelRefusal, match=rf"flashinfer\.decode\.decode: .*{message}"):
+        served["decode.decode"](*args, **kwargs)
+
+
+def test_methods_and_their_aliases_are_held_too(served: dict[str, Any]) -> None:
+    wrapper = served["Wrapper"]("NHD")
+    assert isinstance(wrapper, Wrapper)
+    assert wrapper.plan(3) == wrapper.begin_forward(3) == (3, False)
+    for method in (wrapper.plan, wrapper.begin_forward):
+        with pytest.raises(KernelRefusal, match=r"flashinfer\.Wrapper\.\w+: .*'window'"):
+            method(3, window=1)
+
+
+def test_what_a_stand_in_calls_itself_is_not_held(served: dict[str, Any]) -> None:
+    assert served["Wrapper"]("NHD").plan_twice() == (6, True)
+
+
+def test_a_name_that_the_checkout_lacks_cannot_be_imported(served: dict[str, Any]) -> None:
+    assert served["decode.gone"] is ABSENT
+
+
+def test_definitions_are_found_through_packages_and_stars(checkout: Path) -> None:
+    latent = definition(checkout, "flashinfer.latent")
+    assert latent is not None
+    assert latent.name == "latent"
+    assert definition(checkout, "flashinfer.decode.nothing") is None
+    assert definition(checkout, "flashinfer.no_module.decode") is None

@@ -1,0 +1,119 @@
+"""Interpreted Triton kernels: seen, replayed, kept inside their memory, cast to FP8 as GPUs cast.
+
+The interpreter is chosen before Triton is imported, so the kernels run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.core.paths import ROOT
+
+KERNELS = """
+import json
+import torch
+import triton
+import triton.language as tl
+from harness.errors import ContractError
+from harness.graphs.effects import observe
+from harness.graphs.tape import Tape
+from harness.graphs.triton_launches import watch_interpreter
+
+watch_interpreter()
+
+
+@triton.jit
+def add_one(source, made, count, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(made + at, tl.load(source + at, mask=at < count) + 1, mask=at < count)
+
+
+@triton.jit
+def cast(source, made, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(made + at, tl.load(source + at).to(made.dtype.element_ty))
+
+
+def refusal(count_read, count_stored):
+    source = torch.arange(count_read, dtype=torch.int32)
+    made = torch.zeros(count_stored, dtype=torch.int32)
+    try:
+        add_one[(1,)](source, made, 6, BLOCK=8)
+    except ContractError as error:
+        return str(error)
+    return made.tolist()
+
+
+source, made = torch.arange(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+with observe() as effects:
+    add_one[(1,)](source, made, 8, BLOCK=8)
+tape = Tape()
+tape.capture(lambda: add_one[(1,)](source, made, 8, BLOCK=8))
+source.mul_(10)
+tape.replay()
+given = torch.tensor(%s, dtype=torch.bfloat16)
+rounded = torch.zeros(len(given), dtype=torch.float8_e4m3fn)
+cast[(1,)](given, rounded, BLOCK=len(given))
+print(json.dumps({
+    "operations": dict(effects.operations),
+    "replayed": made.tolist(),
+    "inside": refusal(6, 6),
+    "past_load": refusal(5, 8),
+    "past_store": refusal(8, 4),
+    "fp8": rounded.float().tolist(),
+}))
+"""
+VALUES = (0.0, 1.0, 1.06, 1.07, -3.3, 17.0, 460.0, -1000.0)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    file = Path(tmp_path_factory.mktemp("kernels"), "kernels.py")
+    file.write_text(KERNELS % (VALUES,))  # Triton reads the source of its kernels
+    given = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(file)], env=given, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_launch_is_one_operation(seen: dict[str, Any]) -> None:
+    assert seen["operations"]["triton::add_one"] == 1
+
+
+def test_a_recorded_launch_is_replayed_on_what_the_memory_holds_then(seen: dict[str, Any]) -> None:
+    assert seen["replayed"] == [10 * i + 1 for i in range(8)]
+
+
+def test_masked_accesses_inside_the_memory_are_accepted(seen: dict[str, Any]) -> None:
+    assert seen["inside"] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("past_load", "add_one: loads 4 bytes past the end of int32[5]"),
+        ("past_store", "add_one: stores 4 bytes past the end of int32[4]"),
+    ],
+)
+def test_a_stray_pointer_names_kernel_and_tensor(
+    seen: dict[str, Any], case: str, message: str
+) -> None:
+    assert seen[case] == message
+
+
+def test_fp8_is_rounded_to_the_nearest_and_saturates(seen: dict[str, Any]) -> None:
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    exact = torch.tensor(VALUES, dtype=torch.bfloat16).clamp(-limit, limit)
+    assert seen["fp8"] == exact.to(torch.float8_e4m3fn).float().tolist()
+    assert seen["fp8"][:4] == [0.0, 1.0, 1.0, 1.125]

@@ -1,0 +1,95 @@
+"""Trials in forks: what a crash, a hang or an earlier trial costs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+from fixtures.tables import CASES
+from harness.core.case import Case, Execution
+from harness.core.record import Record, Verdict
+from harness.differential.isolated import TrialProcess
+from harness.differential.trial import untried
+from harness.subjects import SUBJECTS, Subject
+
+CASE = CASES["mha-decode-bs1_short"]
+SUBJECT = SUBJECTS["trtllm_mha/xqa"]
+DIRTY: list[str] = []
+
+
+def acted(case: Case, subject: Subject, execution: Execution) -> Record:
+    """What the case's id says; red where an earlier trial of this process left something."""
+    match case.id.split("-"):
+        case ["kill", name]:
+            os.kill(os.getpid(), signal.Signals[name])
+        case ["exit", code]:
+            os._exit(int(code))
+        case ["hang"]:
+            time.sleep(60)
+    dirty = bool(DIRTY) or case.id == "red"
+    DIRTY.append(case.id)
+    verdict = Verdict.WRONG_NUMBERS if dirty else Verdict.PASSED
+    return replace(untried(case, subject, execution), verdict=verdict, message=str(os.getpid()))
+
+
+@pytest.fixture
+def process() -> Iterator[TrialProcess]:
+    with closing(TrialProcess(acted, patience_s=2)) as made:
+        yield made
+
+
+def run(process: TrialProcess, case: str) -> Record:
+    return process.run(replace(CASE, id=case), SUBJECT, Execution.EAGER)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("kill-SIGSEGV", "the process ended by SIGSEGV"),
+        ("kill-SIGABRT", "the process ended by SIGABRT"),
+        ("exit-3", "the process ended by exit code 3"),
+        ("hang", "no answer within 2 s"),
+    ],
+)
+def test_a_lost_process_costs_its_trial_alone(
+    process: TrialProcess, case: str, message: str
+) -> None:
+    lost = run(process, case)
+    assert (lost.verdict, lost.message, lost.case) == (Verdict.ERROR, message, case)
+    assert run(process, "next").verdict is Verdict.PASSED
+    assert DIRTY == []
+
+
+def test_what_an_earlier_trial_left_decides_no_verdict(process: TrialProcess) -> None:
+    first = run(process, "first")
+    second = run(process, "second")
+    assert second.verdict is Verdict.PASSED
+    assert first.message != second.message
+
+
+def test_one_process_runs_trials_that_pass_and_a_red_one_is_run_again() -> None:
+    pids: list[str] = []
+
+    def clean(case: Case, subject: Subject, execution: Execution) -> Record:
+        verdict = Verdict.WRONG_NUMBERS if case.id == "red" else Verdict.PASSED
+        made = untried(case, subject, execution)
+        return replace(made, verdict=verdict, message=str(os.getpid()))
+
+    with closing(TrialProcess(clean, patience_s=10)) as process:
+        pids += [run(process, case).message for case in ("a", "b", "red", "c")]
+    assert pids[0] == pids[1]
+    assert pids[2] == pids[3] != pids[0]
+
+
+def test_a_red_trial_that_is_known_is_not_run_again() -> None:
+    with closing(TrialProcess(acted, is_known=lambda record: True, patience_s=10)) as process:
+        first = run(process, "first")
+        red = run(process, "red")
+    assert red.verdict is Verdict.WRONG_NUMBERS
+    assert red.message == first.message
