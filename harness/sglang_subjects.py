@@ -115,6 +115,10 @@ class SGLangSubject(Subject):
         for holds, reason in NOT_PRODUCED.items():
             if holds(self, case, execution):
                 return reason
+        if torch.device(device).type == "cuda":
+            for fails, reason in NOT_COMPILED.items():
+                if fails(self, case):
+                    return reason
         return super().refusal(case, execution, device)
 
     @property
@@ -132,6 +136,7 @@ def _latent(case: Case) -> tuple[int, int]:
     return case.kv_lora_rank, case.qk_rope_head_dim
 
 
+TRITON_LATENTS = frozenset({(512, 64), (256, 32)})
 NOT_PRODUCED: dict[Callable[[SGLangSubject, Case, Execution], bool], str] = {
     lambda _, case, __: case.padded_rows > 0: (
         "DP padding is done by sglang's worker, which plans again or truncates; not at this seam"
@@ -161,6 +166,19 @@ NOT_PRODUCED: dict[Callable[[SGLangSubject, Case, Execution], bool], str] = {
         and _latent(case) not in FLASHINFER_MLA_DIMS
     ): "trtllm_mla prefills on flashinfer's MLA wrapper, which serves 512 + 64 wide latents alone",
 }
+
+NOT_COMPILED: dict[Callable[[SGLangSubject, Case], bool], str] = {
+    lambda subject, case: (
+        subject.classes == TRITON
+        and case.family is Family.MLA
+        and case.mode in (Mode.DECODE, Mode.MULTI_STEP_DRAFT)
+        and (case.kv_lora_rank, case.qk_rope_head_dim) not in TRITON_LATENTS
+    ): (
+        "Triton's decode takes a latent's key and value columns to the same power of two: "
+        "ValueError('Cannot make_shape_compatible: incompatible dimensions at index 1: 64 and 128')"
+    ),
+}
+"""What the real kernels of a GPU do not serve, quoted; what stands in for them does."""
 
 # FlashInfer's prefill on two wrappers: one for the batch's own keys, one for those of the cache.
 RAGGED = frozenset({(Mode.EXTEND, Execution.EAGER), (Mode.DRAFT_EXTEND_V2, Execution.EAGER)})
