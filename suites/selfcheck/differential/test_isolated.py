@@ -93,3 +93,16 @@ def test_a_red_trial_that_is_known_is_not_run_again() -> None:
         red = run(process, "red")
     assert red.verdict is Verdict.WRONG_NUMBERS
     assert red.message == first.message
+
+
+def test_a_process_of_its_own_shares_nothing_with_this_one() -> None:
+    DIRTY.append("here")
+    try:
+        with closing(TrialProcess(acted, patience_s=60, start="spawn")) as process:
+            first, lost = run(process, "first"), run(process, "kill-SIGSEGV")
+            again = run(process, "again")
+    finally:
+        DIRTY.clear()
+    assert first.verdict is again.verdict is Verdict.PASSED
+    assert lost.message == "the process ended by SIGSEGV"
+    assert len({first.message, again.message, str(os.getpid())}) == 3

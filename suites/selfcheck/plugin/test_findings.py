@@ -64,6 +64,23 @@ def test_a_finding_explains_its_own_trials_in_its_releases(
     assert found is (FINDING if explained else None)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "device", "explained"),
+    [
+        ("*", "cpu", True),
+        ("*", "cuda:0", True),
+        ("cuda", "cuda:0", True),
+        ("cuda", "cpu", False),
+        ("cpu", "cuda:1", False),
+    ],
+)
+def test_a_finding_names_the_devices_that_show_it(
+    pattern: str, device: str, explained: bool
+) -> None:
+    finding = replace(FINDING, device=pattern)
+    assert finding.explains(replace(SHOWN, device=device)) is explained
+
+
 @pytest.mark.parametrize("field", ["title", "where", "produced", "effect"])
 def test_a_finding_says_what_where_and_how_bad(field: str) -> None:
     with pytest.raises(UsageError, match=f"finding.{field}"):
@@ -83,6 +100,9 @@ def test_a_finding_that_no_trial_shows_is_told(monkeypatch: pytest.MonkeyPatch) 
     seen = replace(SHOWN, verdict=Verdict.WAIVED, message=f"wall: {SHOWN.message}")
     assert unseen_findings(find_release("0.5.16"), [seen]) == ["other"]
     assert unseen_findings(find_release("0.5.22"), [seen]) == []
+    gpus = (FINDING, replace(FINDING, id="other", device="cuda"))
+    monkeypatch.setattr(upstream, "FINDINGS", gpus)
+    assert unseen_findings(find_release("0.5.16"), [seen]) == []
     elsewhere = replace(seen, subject="sglang-0.5.16/trtllm_mla/trtllm_gen")
     assert unseen_findings(find_release("0.5.16"), [elsewhere]) == []
 

@@ -115,6 +115,35 @@ def test_lost_environment_is_refused(
     assert refused(run("--device", device)) == f"--device cuda: {told}"
 
 
+ASKED = ["flashinfer_python[cu13]==0.6.14", "sglang-kernel==0.4.5", "torch==2.11.0"]
+PINNED = {"sglang": "0.5.16", "flashinfer-python": "0.6.14", "sglang-kernel": "0.4.5"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (PINNED, ""),
+        (PINNED | {"sglang-kernel": "0.4.4"}, "sglang-kernel 0.4.5 is needed, 0.4.4 is installed"),
+        ({}, "sglang 0.5.16 is needed, none is installed"),
+    ],
+)
+def test_a_release_asks_for_what_it_pins(
+    run: Run,
+    hopper: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, str],
+    told: str,
+) -> None:
+    hopper.update(changes)
+    monkeypatch.setattr(gpu_lane, "requires", {"sglang": ASKED}.__getitem__)
+    result = run("--device", "cuda", "--release", "0.5.16")
+    if told:
+        line = f"--device cuda: {told}; install with: pip install sglang==0.5.16"
+        assert refused(result) == line
+    else:
+        result.assert_outcomes(passed=3, deselected=2)
+
+
 def test_gpu_that_runs_no_kernel_is_refused(
     run: Run, hopper: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
