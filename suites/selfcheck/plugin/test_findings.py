@@ -17,7 +17,7 @@ from harness.core.capability import refusal
 from harness.core.case import Execution, Mode
 from harness.core.record import Record, Verdict
 from harness.errors import UsageError
-from harness.sglang.releases import RELEASES, find_release
+from harness.sglang.releases import RELEASES, Release, find_release
 from harness.sglang_subjects import sglang_subjects
 from harness.subjects import REFERENCE
 
@@ -158,3 +158,29 @@ def test_a_trial_of_a_release_names_the_release_or_the_checkout(tmp_path: Path) 
     assert released.environment("cpu").sglang == "0.5.18"
     assert checkout.environment("cpu").sglang == f"0.5.18 at {tmp_path}"
     assert f"upstream 0.5.18 --source {tmp_path} -k 'x'" in checkout.reproduce("x")
+
+
+def test_on_cuda_nothing_is_installed_and_records_have_a_folder_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run: list[tuple[Path, str]] = []
+
+    def ran(release: Release, folder: Path, args: object, device: str) -> int:
+        run.append((folder, device))
+        folder.mkdir(parents=True)
+        (folder / "records.jsonl").touch()
+        return 0
+
+    monkeypatch.setattr(upstream, "run_release", ran)
+    monkeypatch.setattr(upstream, "install", None)
+    given = ["0.5.16", "--device", "cuda", "--report", str(tmp_path)]
+    assert upstream.main(given) == 0
+    assert run == [(tmp_path / "0.5.16-cuda", "cuda")]
+
+
+def test_an_impossible_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        upstream.main(["0.5.16", "--device", "tpu"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert "--device = 'tpu' is not accepted; accepted: cpu or cuda[:INDEX]" in told
