@@ -26,7 +26,7 @@ from harness.sglang.backend import (
     new_backend,
     new_draft_backend,
 )
-from harness.sglang.context import XQA
+from harness.sglang.context import INTERPRETED, XQA
 from harness.sglang.process import activate
 from harness.sglang.releases import RELEASES, Release
 from harness.subjects import ALL_MODES, REFERENCE, Subject
@@ -214,6 +214,8 @@ def sglang_subjects(release: Release, source: Path | None = None) -> tuple[SGLan
             (Family.MLA, FLASHINFER_MLA, "flashinfer", MLA_CONVENTIONS, False),
             (Family.MHA, TRITON, "triton", MHA_CONVENTIONS, False),
             (Family.MLA, TRITON, "triton", MLA_CONVENTIONS, False),
+            (Family.MHA, TRITON, INTERPRETED, MHA_CONVENTIONS, False),
+            (Family.MLA, TRITON, INTERPRETED, MLA_CONVENTIONS, False),
         )
         if not (packs and release.packs_query)
     )

@@ -8,9 +8,11 @@ from harness.core.case import Case
 from harness.sglang import module_globals, runtime_context
 from harness.sglang.gpu import run_on
 from harness.sglang.process import active
+from harness.sglang.triton_attention import interpret
 
 XQA = "xqa"
-SM90_KERNELS = frozenset({"xqa", "flashinfer", "triton"})
+INTERPRETED = "interpreted"
+SM90_KERNELS = frozenset({XQA, "flashinfer", "triton", INTERPRETED})
 
 
 def server_arguments(case: Case, backend: str) -> dict[str, Any]:
@@ -35,6 +37,7 @@ def publish(case: Case, backend: str, kernel: str) -> Any:
     """Publish the context of one trial in place of the last one's; returns the server arguments."""
     release, generation = active(), "sm90" if kernel in SM90_KERNELS else "sm100"
     run_on(generation)
+    interpret(kernel == INTERPRETED)
     if release.has_platform:
         runtime_context.publish_platform(generation)
     if release.has_parallel_context:
