@@ -62,6 +62,16 @@ def test_an_extend_that_shares_its_rounds_table_is_not_waited_for(family: str) -
 
 
 @each_family
+def test_an_eager_extend_of_a_backend_that_shares_is_waited_for(family: str) -> None:
+    """What a backend says is said of its graphs; three requests exceed the largest."""
+    streams = RecordedStreams()
+    engine = TinyPair(family).engine(spec_config(3, 4), graphs=True, streams=streams)
+    engine.generate(PROMPTS[:3], 6)
+    assert streams.hazards() == []
+    assert {"draft extend", "plan draft extend"} <= waited_for(streams)
+
+
+@each_family
 @pytest.mark.parametrize("graphs", [True, False], ids=["graph", "eager"])
 def test_any_other_extend_is_waited_for(
     family: str, graphs: bool, monkeypatch: pytest.MonkeyPatch

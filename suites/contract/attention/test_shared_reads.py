@@ -6,8 +6,6 @@ change the answer, so nobody waits for longer than is needed either.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -54,24 +52,19 @@ def shared(rig: Rig, name: str) -> torch.Tensor:
 
 def replayed(rig: Rig, name: str, stage: str = "") -> torch.Tensor:
     """Logits of a replay; after a stage, the scheduler writes something else."""
-    memory, backend = shared(rig, name), rig.backend
+    memory = shared(rig, name)
     later = memory.clone()
 
-    def in_graph(batch: Any, original: Any = backend.init_forward_metadata_in_graph) -> None:
-        original(batch)
+    def rewrite() -> None:
         memory.copy_(later)
 
-    if stage == "metadata":
-        backend.init_forward_metadata_in_graph = in_graph  # type: ignore[method-assign]
-    runner = rig.capture((BUCKET,))
+    runner = rig.capture((BUCKET,), after_metadata=rewrite if stage == "metadata" else None)
     later.zero_()
-    if stage == "":
-        later.copy_(memory)
     if stage == "start":
-        memory.zero_()
+        rewrite()
     runner.prepare(rig.batch)
     if stage == "prepare":
-        memory.zero_()
+        rewrite()
     logits: torch.Tensor = runner.run(rig.batch).next_token_logits
     assert bool(memory.any()) is (stage == "")
     return logits
