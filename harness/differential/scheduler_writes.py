@@ -26,9 +26,8 @@ class SchedulerWrites:
     """
 
     def __init__(self, rig: Rig, ends: SharedReadEnds | None = None) -> None:
-        (planner, *_) = (*rig.planners, None)
-        if ends is None and planner is not None:
-            ends = planner.shared_read_ends(FORWARD_MODES[rig.case.mode])
+        if ends is None and rig.planners:
+            ends = rig.planners[0].shared_read_ends(FORWARD_MODES[rig.case.mode])
         self.ends = ends or SharedReadEnds.UNKNOWN
         pool = rig.pool_state.token_to_kv_pool
         self._memory = [rig.pool_state.req_to_token_pool.req_to_token]
