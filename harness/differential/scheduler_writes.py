@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from harness.differential.forward_batches import FORWARD_MODES
 from harness.differential.rig import ForwardOutput, Rig
 from harness.graphs.runner import GraphRunner
@@ -33,33 +31,28 @@ class SchedulerWrites:
         self._memory = [rig.pool_state.req_to_token_pool.req_to_token]
         if isinstance(pool, SWAKVPool):
             self._memory.append(pool.full_to_swa_index_mapping)
-        self._held = [tensor.clone() for tensor in self._memory]
         self._next = [tensor.clone() for tensor in self._memory]
 
     def after_metadata(self) -> None:
-        """Recorded between metadata and forward of a graph."""
+        """Recorded between metadata and forward of a graph; changes nothing until ``replay``."""
         if self.ends is SharedReadEnds.IN_REPLAY:
-            self._write(self._next)
+            self._write()
 
     def replay(self, runner: GraphRunner[Any, Any], batch: ForwardBatch) -> ForwardOutput:
-        """A replay during which the scheduler writes; then all is as it was."""
+        """A replay during which the scheduler writes."""
         for tensor in self._next:
             tensor.zero_()
         runner.prepare(batch)
-        if self.ends is SharedReadEnds.PRE_REPLAY:
-            self._write(self._next)
+        self.after_plan()
         output: ForwardOutput = runner.run(batch)
-        for tensor, held in zip(self._next, self._held, strict=True):
-            tensor.copy_(held)
-        self._write(self._held)
         return output
 
     def after_plan(self) -> None:
-        """After the plan of an eager forward: the scheduler writes if that was the last read."""
+        """Between the plan of a forward on the host and the forward."""
         if self.ends is SharedReadEnds.PRE_REPLAY:
             for tensor in self._memory:
                 tensor.zero_()
 
-    def _write(self, values: list[torch.Tensor]) -> None:
-        for tensor, value in zip(self._memory, values, strict=True):
+    def _write(self) -> None:
+        for tensor, value in zip(self._memory, self._next, strict=True):
             tensor.copy_(value)
