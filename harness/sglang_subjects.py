@@ -28,7 +28,7 @@ from harness.sglang.backend import (
     new_backend,
     new_draft_backend,
 )
-from harness.sglang.context import XQA
+from harness.sglang.context import INTERPRETED, XQA
 from harness.sglang.process import activate
 from harness.sglang.releases import RELEASES, Release
 from harness.subjects import ALL_MODES, REFERENCE, Subject
@@ -227,8 +227,8 @@ def sglang_subjects(
 ) -> tuple[SGLangSubject, ...]:
     """Every backend of a release on every kernel that serves it on this device."""
     label = "source" if source else release.version
-    # Nothing stands in for FlashMLA on a CPU; on CUDA no kernel is unlimited.
-    absent = "flash_mla" if torch.device(device).type == "cpu" else REFERENCE
+    # Nothing stands in for FlashMLA on a CPU; on CUDA no kernel is unlimited or interpreted.
+    absent = {"flash_mla"} if torch.device(device).type == "cpu" else {REFERENCE, INTERPRETED}
     return tuple(
         SGLangSubject(
             name=f"sglang-{label}/{classes.name}{'-packed_query' if packs else ''}/{kernel}",
@@ -252,7 +252,9 @@ def sglang_subjects(
             (Family.MLA, FLASHINFER_MLA, "flashinfer", MLA_CONVENTIONS, False),
             (Family.MHA, TRITON, "triton", MHA_CONVENTIONS, False),
             (Family.MLA, TRITON, "triton", MLA_CONVENTIONS, False),
+            (Family.MHA, TRITON, INTERPRETED, MHA_CONVENTIONS, False),
+            (Family.MLA, TRITON, INTERPRETED, MLA_CONVENTIONS, False),
             (Family.MLA, FLASHMLA, "flash_mla", MLA_CONVENTIONS, False),
         )
-        if kernel != absent and not (packs and release.packs_query)
+        if kernel not in absent and not (packs and release.packs_query)
     )

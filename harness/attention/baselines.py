@@ -8,6 +8,7 @@ from harness.attention.multi_step_draft import TRTLLMMLAMultiStepDraftBackend
 from harness.attention.trtllm_mha import TRTLLMHAAttnBackend
 from harness.attention.trtllm_mla import TRTLLMMLABackend
 from harness.errors import CapacityError, ContractError, rejected
+from harness.upstream.base_attn_backend import SharedReadEnds
 from harness.upstream.forward_batch_info import (
     EagleDraftInput,
     ForwardBatch,
@@ -38,6 +39,10 @@ class HostLengthsMLABackend(TRTLLMMLABackend):
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """Nothing is left to record."""
         return
+
+    def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
+        """Everything is read before a replay."""
+        return SharedReadEnds.PRE_REPLAY
 
     def _check_longest(self, batch: ForwardBatch) -> None:
         mirror = batch.seq_lens_cpu

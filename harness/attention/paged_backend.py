@@ -14,8 +14,8 @@ from harness.errors import CapacityError, ContractError, rejected
 from harness.kernels.interface import Kernel
 from harness.kernels.shape_checks import FP8
 from harness.upstream.allocator import ReqToTokenPool
-from harness.upstream.base_attn_backend import AttentionBackend
-from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode, SpecInput
+from harness.upstream.base_attn_backend import AttentionBackend, SharedReadEnds
+from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode
 from harness.upstream.memory_pool import KVPool, SWAKVPool, quantize
 from harness.upstream.radix_attention import RadixAttention
 
@@ -153,6 +153,11 @@ class PagedBackend(AttentionBackend):
             for mode, shared in self._round_plan.slices(self.writer, max_bs).items():
                 self.use_shared(mode, shared)
 
+    def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
+        """A prefill is planned eagerly; a graph reads the table unless the draft has filled it."""
+        shares = self._round_plan is not None and (fm.is_target_verify() or fm.is_draft_extend_v2())
+        return SharedReadEnds.PRE_REPLAY if shares or fm.is_extend() else SharedReadEnds.IN_REPLAY
+
     def use_shared(self, mode: ForwardMode, shared: BufferSlice) -> None:
         """Plan graphs of a mode captured from now on in buffers that others share."""
         self._captured.use_shared(mode, shared)
@@ -216,29 +221,3 @@ class PagedBackend(AttentionBackend):
     def _with_padding(out: torch.Tensor, rows: int) -> torch.Tensor:
         """[rows, heads * value dim]: the planned rows, and zeros after them."""
         return pad(out.flatten(1), (0, 0, 0, rows - out.shape[0]))
-
-    def _planning_batch(
-        self,
-        bs: int,
-        num_tokens: int,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        forward_mode: ForwardMode,
-        spec_info: SpecInput | None,
-    ) -> ForwardBatch:
-        if self._swa_pool is not None:
-            accepted = "any but an SWA pool: the older pair carries no write locations"
-            raise ContractError(rejected("token_to_kv_pool", "SWAKVPool", accepted))
-        rows = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        return ForwardBatch(
-            forward_mode=forward_mode,
-            batch_size=bs,
-            input_ids=rows,
-            positions=rows,
-            req_pool_indices=req_pool_indices[:bs],
-            seq_lens=seq_lens[:bs],
-            out_cache_loc=rows,
-            req_to_token_pool=self.req_to_token_pool,
-            token_to_kv_pool=self.token_to_kv_pool,
-            spec_info=spec_info,
-        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from harness.kernels.interface import ContextCall, DecodeCall
 from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode
 from harness.upstream.memory_pool import MLATokenToKVPool
 from harness.upstream.radix_attention import RadixAttention
+from harness.upstream.verify_mask import TreeMaskMode, VerifyMask, tree_mask_numel
 
 
 class TRTLLMMLABackend(PagedBackend):
@@ -43,16 +43,15 @@ class TRTLLMMLABackend(PagedBackend):
         if self._verifies and (mask is None or mask.numel() < entries):
             self.cuda_graph_custom_mask = torch.zeros(entries, dtype=torch.bool, device=self.device)
 
-    def get_verify_buffers_to_fill_after_draft(self) -> Sequence[torch.Tensor | None]:
-        """[custom mask, None].
-
-        Raises:
-            ContractError: the mask is not allocated yet.
-        """
-        if self._verifies and self.cuda_graph_custom_mask is None:
-            accepted = "a buffer: call init_cuda_graph_state first, or size one of your own"
-            raise ContractError(rejected("cuda_graph_custom_mask", None, accepted))
-        return [self.cuda_graph_custom_mask, None]
+    @property
+    def verify_mask(self) -> VerifyMask | None:
+        """``cuda_graph_custom_mask`` as a FULL_MASK of as many requests as it holds."""
+        buffer = self.cuda_graph_custom_mask
+        if buffer is None:
+            return None
+        mode = TreeMaskMode.FULL_MASK
+        per_request = tree_mask_numel(mode, 1, self.num_draft_tokens, self.max_context_len)
+        return VerifyMask(buffer, mode, max_bs=buffer.numel() // per_request)
 
     def forward_extend(
         self,

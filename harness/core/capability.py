@@ -170,6 +170,13 @@ TRITON = Capability(
     source="sglang 0.5.23, kernels/ops/attention/decode_attention.py and extend_attention.py mask "
     "every size to the next power of two",
 )
+# TRITON's own kernels, interpreted; where they are not, the reference takes their place.
+INTERPRETED = replace(
+    TRITON,
+    name="interpreted",
+    kv_dtypes=frozenset({KVDtype.AUTO}),
+    source="as triton; over an FP8 cache its kernels round query and weights, which nothing models",
+)
 
 
 Table = dict[tuple[Family, str], Capability]
@@ -183,7 +190,11 @@ CAPABILITIES = _table(REFERENCE, XQA, TRTLLM_GEN_MHA, TRTLLM_GEN_MLA, FLASH_MLA)
 # Of kernels that SGLang's own backends alone call; `specgate limits` has nothing to ask. On sm100
 # they hand over a strided query, which the unlimited kernel takes there.
 SGLANG_CAPABILITIES = CAPABILITIES | _table(
-    replace(REFERENCE, needs_packed_query=False), FLASHINFER_MHA, FLASHINFER_MLA, TRITON
+    replace(REFERENCE, needs_packed_query=False),
+    FLASHINFER_MHA,
+    FLASHINFER_MLA,
+    TRITON,
+    INTERPRETED,
 )
 
 

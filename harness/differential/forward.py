@@ -13,6 +13,7 @@ from harness.differential.input_types import TrialInputs
 from harness.differential.invariants import check_frozen, check_padding, frozen
 from harness.differential.pool_state import PoolState, make_pool_state
 from harness.differential.rig import ForwardOutput, Rig, build
+from harness.differential.scheduler_writes import SchedulerWrites
 from harness.graphs.runner import GraphRunner
 from harness.subjects import Subject
 from harness.upstream.forward_batch_info import ForwardBatch
@@ -85,6 +86,11 @@ def _eager(rig: Rig) -> ForwardResult:
         planned = planned.with_changes(batch_size=batch.batch_size)
     rig.backend.init_forward_metadata(planned)
     _remap(pool_state)
+    if case.mode is Mode.EXTEND:
+        ends = rig.planners[0].resolve_prefill_shared_read_ends(
+            planned, num_qo_tokens=planned.input_ids.shape[0]
+        )
+        SchedulerWrites(rig, ends).after_plan()
     output = rig.forward(batch)
     rows = case.bs if case.mode is Mode.MULTI_STEP_DRAFT else case.num_tokens
     violations = [
@@ -107,14 +113,15 @@ def _remap(pool_state: PoolState) -> None:
 def _replayed(rig: Rig) -> ForwardResult:
     pool_state, decoys = rig.pool_state, rig.pool_state.inputs.decoys
     capture_bs = tuple(decoy.case.bs for decoy in decoys)
-    runner = rig.capture(capture_bs)
+    scheduler = SchedulerWrites(rig)
+    runner = rig.capture(capture_bs, after_metadata=scheduler.after_metadata)
     for decoy in decoys:
         runner.replay(rig.batch_of(decoy))
     # The last decoy is in the case's bucket, so its plan is the one that must not move.
     numbers = rig.subject.conventions.freezes_host_numbers
     decoy_plans = [frozen(plan, numbers) for plan in rig.plans]
     before = pool_state.copies()
-    output = runner.replay(rig.batch)
+    output = scheduler.replay(runner, rig.batch)
     violations = check_static_inputs(runner, rig.batch)
     for plan, old in zip(rig.plans, decoy_plans, strict=True):
         violations += check_frozen(old, frozen(plan, numbers))

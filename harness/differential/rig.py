@@ -82,10 +82,15 @@ class Rig:
         return self.forward(batch)
 
     def capture(
-        self, capture_bs: tuple[int, ...], graph: GraphFactory | None = None
+        self,
+        capture_bs: tuple[int, ...],
+        graph: GraphFactory | None = None,
+        *,
+        after_metadata: Callable[[], None] | None = None,
     ) -> GraphRunner[Any, Any]:
         """A captured runner of the case's mode; by default on graphs of the device."""
-        runner = _runner(self, capture_bs, graph or new_graph(self.pool_state.device))
+        new = graph or new_graph(self.pool_state.device)
+        runner = _runner(self, capture_bs, new, after_metadata)
         runner.capture()
         return runner
 
@@ -116,13 +121,19 @@ def build(subject: Subject, pool_state: PoolState) -> Rig:
     return Rig(subject, pool_state, kernel, backend, forward)
 
 
-def _runner(rig: Rig, capture_bs: tuple[int, ...], graph: GraphFactory) -> GraphRunner[Any, Any]:
+def _runner(
+    rig: Rig,
+    capture_bs: tuple[int, ...],
+    graph: GraphFactory,
+    after_metadata: Callable[[], None] | None,
+) -> GraphRunner[Any, Any]:
     case, pool_state = rig.case, rig.pool_state
     common: dict[str, Any] = {
         "forward": rig.forward,
         "attn_backend": rig.backend,
         "new_graph": graph,
         "capture_bs": capture_bs,
+        "after_metadata": after_metadata,
         "req_to_token_pool": pool_state.req_to_token_pool,
         "token_to_kv_pool": pool_state.token_to_kv_pool,
         "hidden_size": pool_state.inputs.weights.hidden_size,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from harness.engine.acceptance import build_chain, fill_full_mask, verify_greedy
+from harness.engine.acceptance import Acceptance, build_chain, fill_full_mask, verify_greedy
 from harness.engine.batch_builder import BatchBuilder
 from harness.engine.batch_state import BatchState, DraftState, StepOutput
 from harness.engine.draft_extend import DraftExtend
@@ -22,6 +22,7 @@ from harness.upstream.forward_batch_info import (
     ForwardMode,
 )
 from harness.upstream.memory_pool import KVPool
+from harness.upstream.verify_mask import TreeMaskMode
 
 
 class EagleWorker:
@@ -62,7 +63,11 @@ class EagleWorker:
         self._needs_cpu_seq_lens = decide_needs_cpu_seq_lens(phases.backends())
         self._round = 0
         self._extend = DraftExtend(
-            phases.draft_extend, self._draft, spec_config.version, self._needs_cpu_seq_lens
+            phases.draft_extend,
+            self._draft,
+            spec_config.version,
+            self._needs_cpu_seq_lens,
+            self.streams,
         )
         self.prefill = Prefill(
             phases.target_extend,
@@ -71,6 +76,7 @@ class EagleWorker:
             self._draft,
             chunk_size,
             self._needs_cpu_seq_lens,
+            self.streams,
         )
 
     def step(self, state: BatchState) -> tuple[BatchState, StepOutput]:
@@ -98,9 +104,9 @@ class EagleWorker:
             writes=("chain", "round metadata"),
         )
         streams.main_waits()
-        return streams.main(
-            "verify and extend",
-            lambda: self._verify_and_extend(batch, state),
+        accepted, hidden = streams.main(
+            "verify",
+            lambda: self._verify(batch, state),
             reads=(
                 "chain",
                 "verify batch",
@@ -109,8 +115,14 @@ class EagleWorker:
                 "req_to_token",
                 now,
             ),
-            writes=(then,),
+            writes=("verified", then),
         )
+        draft_state = self._extend(state, accepted, hidden)
+        seq_lens = state.seq_lens + accepted.accept_lens
+        after = BatchState(
+            state.rows, seq_lens, accepted.bonus, self._ahead(state, seq_lens), draft_state
+        )
+        return after, StepOutput(accepted.accept_lens, accepted.predicted)
 
     def _verify_batch(self, state: BatchState) -> ForwardBatch:
         """A verify batch whose chain is still to be written."""
@@ -120,12 +132,10 @@ class EagleWorker:
         batch = self._target.uniform(
             ForwardMode.TARGET_VERIFY, state, chain, width, spec_info=spec_info
         )
-        # Eager kernels are causal by themselves; a graph reads whatever its backend allocated.
-        if self._phases.target_verify.graph_bs(batch) is not None:
-            buffers = self._verify_backend.get_verify_buffers_to_fill_after_draft()
-            spec_info.custom_mask, positions = buffers
-            if positions is not None:
-                batch.positions = positions[: state.bs * width].copy_(batch.positions)
+        # A batch beyond what graphs hold is verified eagerly, by kernels that are causal anyway.
+        mask = self._verify_backend.verify_mask
+        if mask is not None and mask.fits(state.bs):
+            spec_info.custom_mask = mask.buffer
         return batch
 
     def _drafts(self, state: BatchState) -> torch.Tensor:
@@ -156,11 +166,13 @@ class EagleWorker:
         chain = build_chain(state.bonus, drafts, spec_info.draft_token_num)
         spec_info.draft_token.copy_(chain.flatten())
         if spec_info.custom_mask is not None:
-            fill_full_mask(spec_info.custom_mask, state.seq_lens, spec_info.draft_token_num)
+            mask, history = self._verify_backend.verify_mask, state.seq_lens
+            if mask is not None and mask.mode is TreeMaskMode.QLEN_ONLY:
+                history = torch.zeros_like(history)
+            fill_full_mask(spec_info.custom_mask, history, spec_info.draft_token_num)
 
-    def _verify_and_extend(
-        self, batch: ForwardBatch, state: BatchState
-    ) -> tuple[BatchState, StepOutput]:
+    def _verify(self, batch: ForwardBatch, state: BatchState) -> tuple[Acceptance, torch.Tensor]:
+        """What the target accepts, and its hidden states."""
         verify, spec_info = self._phases.target_verify, batch.spec_info
         assert isinstance(spec_info, EagleVerifyInput)
         self._verify_backend.update_verify_buffers_to_fill_after_draft(
@@ -168,13 +180,7 @@ class EagleWorker:
         )
         output = verify.run(batch)
         chain = spec_info.draft_token.view(state.bs, spec_info.draft_token_num)
-        accepted = verify_greedy(chain, output.next_token_logits)
-        seq_lens = state.seq_lens + accepted.accept_lens
-        draft_state = self._extend(state, accepted, output.hidden_states)
-        after = BatchState(
-            state.rows, seq_lens, accepted.bonus, self._ahead(state, seq_lens), draft_state
-        )
-        return after, StepOutput(accepted.accept_lens, accepted.predicted)
+        return verify_greedy(chain, output.next_token_logits), output.hidden_states
 
     def _ahead(self, state: BatchState, seq_lens: torch.Tensor) -> torch.Tensor | None:
         """seq_lens on the host; under overlap an upper bound, since the round may still run."""

@@ -1,8 +1,8 @@
-"""Data races between the operations of two queues."""
+"""Data races between the operations of queues."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -12,6 +12,7 @@ class Queue(StrEnum):
 
     MAIN = "main"
     PLAN = "plan"
+    SCHEDULE = "schedule"
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,14 @@ class Operation:
         name: its name.
         reads: resources it reads.
         writes: resources it writes.
-        after: how many operations of the other queue had to be finished before it.
+        after: how many operations of each other queue had to be finished before it.
     """
 
     queue: Queue
     name: str
     reads: frozenset[str]
     writes: frozenset[str]
-    after: int
+    after: Mapping[Queue, int]
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Hazard:
 
 
 def find_hazards(issued: Sequence[Operation]) -> list[Hazard]:
-    """Races between the two queues, and reads of a resource before its first write."""
+    """Races between queues, and reads of a resource before its first write."""
     hazards = []
     places = _places(issued)
     for later, second in enumerate(issued):
@@ -65,7 +66,8 @@ def find_hazards(issued: Sequence[Operation]) -> list[Hazard]:
             if writers and not any(resource in op.writes for op in issued[:later]):
                 hazards.append(Hazard("RAW", writers[0].name, second.name, resource))
         for earlier, first in enumerate(issued[:later]):
-            if first.queue is second.queue or places[earlier] <= second.after:
+            waited = second.after.get(first.queue, 0)
+            if first.queue is second.queue or places[earlier] <= waited:
                 continue
             hazards += [
                 Hazard(kind, first.name, second.name, resource)

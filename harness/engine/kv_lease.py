@@ -82,6 +82,16 @@ class SlotTable:
         return Lease(row=self.req_to_token_pool.alloc(1)[0])
 
     @property
+    def mapping(self) -> dict[str, torch.Tensor]:
+        """The full-to-SWA mapping by its name, where the pool is hybrid."""
+        return {} if self._mapping is None else {"full_to_swa_index_mapping": self._mapping}
+
+    @property
+    def shared(self) -> dict[str, torch.Tensor]:
+        """The memory that leases write and forwards read, by name."""
+        return {"req_to_token": self.req_to_token_pool.req_to_token, **self.mapping}
+
+    @property
     def capacity(self) -> int:
         """Most tokens of a request that runs alone."""
         allocators = (self.allocator, self.swa_allocator or self.allocator)

@@ -36,7 +36,7 @@ class KVCacheManager:
 
     Args:
         slots: makes the leases.
-        streams: the queues that writes to the request-to-token table are issued to.
+        streams: the queues; what forwards read is written on the scheduler's.
         cache: over the slots' allocator; without one every prompt is computed whole.
 
     Raises:
@@ -101,8 +101,9 @@ class KVCacheManager:
     def _release(self, request: Request, lease: Lease, kept: set[int]) -> None:
         if self._cache:
             self._cache.release(request.prefix)
-        self._slots.release(lease, kept)
+        written = self._slots.mapping
+        self._streams.schedule("release", lambda: self._slots.release(lease, kept), writes=written)
         request.lease, request.prefix = None, []
 
     def _write(self, name: str, write: Callable[[], None]) -> None:
-        self._streams.main(name, write, writes=("req_to_token",))
+        self._streams.schedule(name, write, writes=self._slots.shared)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,7 +11,9 @@ from harness.engine.acceptance import last_ragged_rows
 from harness.engine.batch_builder import BatchBuilder
 from harness.engine.batch_state import BatchState, DraftState, concatenate, gather
 from harness.engine.phases import Phase
+from harness.engine.plan_stream import PlanStream, SameStream
 from harness.errors import UsageError, rejected
+from harness.upstream.base_attn_backend import AttentionBackend, SharedReadEnds
 from harness.upstream.forward_batch_info import (
     EagleDraftExtendInput,
     ForwardBatch,
@@ -93,6 +95,7 @@ class Prefill:
         draft_batches: batches over the draft's pool.
         chunk_size: most tokens per request and forward, None for whole prompts.
         needs_cpu_seq_lens: whether a backend reads lengths on the host.
+        streams: the worker's queues.
 
     Raises:
         UsageError: chunk_size is below 1.
@@ -104,6 +107,7 @@ class Prefill:
     draft_batches: BatchBuilder | None = None
     chunk_size: int | None = None
     needs_cpu_seq_lens: bool = True
+    streams: PlanStream = field(default_factory=SameStream)
 
     def __post_init__(self) -> None:
         if self.chunk_size is not None and self.chunk_size < 1:
@@ -138,21 +142,29 @@ class Prefill:
         self, chunk: PrefillChunk, rows: list[int]
     ) -> tuple[torch.Tensor, DraftState | None]:
         """The first token and the draft state of every request that ends in the chunk."""
-        batch = self._batch(self.target_batches, chunk, chunk.ids, rows)
-        output = self._run(self.target, batch)
-        last = last_ragged_rows(torch.tensor(chunk.lens, device=batch.input_ids.device))
+        lens = torch.tensor(chunk.lens, device=self.target_batches.device)
+        last = last_ragged_rows(lens)
         last = last[torch.tensor(chunk.ending, dtype=torch.int64, device=last.device)]
+        reads = ("req_to_token",) if rows else ()
+        output = self._run(
+            self.target, lambda: self._batch(self.target_batches, chunk, chunk.ids, rows), reads
+        )
         first = output.next_token_logits[last].argmax(-1)
-        if self.draft is None or self.draft_batches is None:
+        draft_batches = self.draft_batches
+        if self.draft is None or draft_batches is None:
             return first, None
         padded = [[*ids, 0][:n] for ids, n in zip(chunk.shifted, chunk.lens, strict=True)]
-        batch = self._batch(self.draft_batches, chunk, padded, rows)
-        batch.input_ids[last] = first
-        assert batch.extend_seq_lens is not None
-        batch.spec_info = EagleDraftExtendInput(
-            output.hidden_states, batch.extend_seq_lens, batch.extend_seq_lens_cpu
-        )
-        return first, to_draft_state(self._run(self.draft, batch), last)
+
+        def follow() -> ForwardBatch:
+            batch = self._batch(draft_batches, chunk, padded, rows)
+            batch.input_ids[last] = first
+            assert batch.extend_seq_lens is not None
+            batch.spec_info = EagleDraftExtendInput(
+                output.hidden_states, batch.extend_seq_lens, batch.extend_seq_lens_cpu
+            )
+            return batch
+
+        return first, to_draft_state(self._run(self.draft, follow, reads), last)
 
     def _batch(
         self, batches: BatchBuilder, chunk: PrefillChunk, ids: list[list[int]], rows: list[int]
@@ -161,7 +173,27 @@ class Prefill:
         packed = torch.tensor(flat, dtype=torch.int64, device=batches.device)
         return batches.extend(rows, chunk.starts, chunk.lens, packed, self.needs_cpu_seq_lens)
 
-    @staticmethod
-    def _run(phase: Phase[LogitsProcessorOutput], batch: ForwardBatch) -> LogitsProcessorOutput:
-        phase.prepare(batch)
-        return phase.run(batch)
+    def _run(
+        self,
+        phase: Phase[LogitsProcessorOutput],
+        lay_out: Callable[[], ForwardBatch],
+        reads: tuple[str, ...],
+    ) -> LogitsProcessorOutput:
+        """Lay out, plan and run; the scheduler waits as long as the backend says."""
+
+        def plan() -> ForwardBatch:
+            batch = lay_out()
+            phase.prepare(batch)
+            return batch
+
+        batch = self.streams.main("plan prefill", plan, reads=reads)
+        backend = phase.backend
+        assert isinstance(backend, AttentionBackend)
+        ends = backend.resolve_prefill_shared_read_ends(
+            batch, num_qo_tokens=batch.input_ids.shape[0]
+        )
+        return self.streams.main(
+            "prefill",
+            lambda: phase.run(batch),
+            reads_ended=ends is SharedReadEnds.PRE_REPLAY,
+        )

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from harness.core.dispatch_mode import DispatchMode
 from harness.errors import CaptureViolation, ContractError, UsageError, rejected
 from harness.graphs.cuda_nodes import kernel_names, node_counts
-from harness.graphs.dispatch_mode import DispatchMode
 from harness.graphs.graph import T
 from harness.graphs.host_syncs import (
     INTERNAL_FILES,

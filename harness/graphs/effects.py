@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch._C._autograd import DeviceType
 
+from harness.core.dispatch_mode import DispatchMode
 from harness.errors import UsageError, rejected
-from harness.graphs.dispatch_mode import DispatchMode
 from harness.graphs.gpu_profile import Activity, ProfileRow, tally
 from harness.graphs.host_syncs import (
     INTERNAL_FILES,

@@ -48,6 +48,8 @@ class GraphRunner(ABC, Generic[Output, Backend]):
         hidden_size: width of the hidden states fed in, None where none are.
         hidden_dtype: their dtype.
         device: where the static buffers live.
+        after_metadata: recorded between metadata and forward, where ``SharedReadEnds.IN_REPLAY``
+            is; nothing by default.
 
     Attributes:
         modes: the phases this kind of runner serves.
@@ -75,6 +77,7 @@ class GraphRunner(ABC, Generic[Output, Backend]):
         hidden_size: int | None = None,
         hidden_dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        after_metadata: Callable[[], None] | None = None,
     ) -> None:
         sizes = tuple(sorted(capture_bs))
         if not sizes or sizes[0] < 1 or len(set(sizes)) < len(sizes):
@@ -89,7 +92,7 @@ class GraphRunner(ABC, Generic[Output, Backend]):
         self.capture_bs, self.mode, self.num_tokens_per_req = sizes, mode, num_tokens_per_req
         self.req_to_token_pool, self.token_to_kv_pool = req_to_token_pool, token_to_kv_pool
         self.hidden_size, self.hidden_dtype = hidden_size, hidden_dtype
-        self.device = torch.device(device)
+        self.device, self.after_metadata = torch.device(device), after_metadata
         self.graphs: dict[int, Graph] = {}
         self.captured_outputs: dict[int, Output] = {}
         self._batches: dict[int, ForwardBatch] = {}
@@ -211,6 +214,8 @@ class GraphRunner(ABC, Generic[Output, Backend]):
 
         def run() -> Output:
             self.attn_backend.init_forward_metadata_in_graph(batch)
+            if self.after_metadata is not None:
+                self.after_metadata()
             return self.finish(self.forward(batch), batch)
 
         graph = self.new_graph()

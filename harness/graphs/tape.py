@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from harness.core.dispatch_mode import DispatchMode
 from harness.errors import CaptureViolation, ContractError
-from harness.graphs.dispatch_mode import DispatchMode
 from harness.graphs.effects import AddressLedger
 from harness.graphs.graph import T
 from harness.graphs.host_syncs import (

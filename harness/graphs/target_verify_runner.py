@@ -51,17 +51,17 @@ class TargetVerifyRunner(GraphRunner[LogitsProcessorOutput, AttentionBackend]):
 
     def adopt_backend_buffers(self) -> None:
         """The mask lies in the backend's memory, where a tree builder may write it in place."""
-        mask = self.attn_backend.get_verify_buffers_to_fill_after_draft()[0]
+        mask = self.attn_backend.verify_mask
         if self.mode is ForwardMode.TARGET_VERIFY and mask is not None:
             field = Field(
                 name="custom_mask",
                 read=custom_mask,
                 pad=True,
-                dtype=mask.dtype,
+                dtype=mask.buffer.dtype,
                 rows=Rows.ANY,
                 filled_after_draft=True,
             )
-            self.inputs.adopt(field, mask)
+            self.inputs.adopt(field, mask.buffer)
 
     def static_batch(self, extent: Extent) -> ForwardBatch:
         """A bucket's part of the static inputs."""

@@ -54,7 +54,8 @@ class Launch:
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             _memory.append(self)
             try:
-                self.execute(*self.args, **self.kwargs)
+                with np.errstate(all="ignore"):  # a GPU does not warn of infinities
+                    self.execute(*self.args, **self.kwargs)
             except Exception as error:
                 raise ContractError(f"{self.name}: {error.__cause__ or error}") from error
             finally:
@@ -93,23 +94,46 @@ def watch_interpreter() -> None:
     executor._restore_args_dev = lambda *_: None
     for access in ("load", "store"):
         _check_pointers(builder, access)
-    _round_to_fp8(builder, interpreter)
+    _round_to_nearest(builder, interpreter)
+    _multiply_bfloat16(builder, interpreter)
 
 
-def _round_to_fp8(builder: Any, interpreter: Any) -> None:
-    """Cast to FP8 as GPUs do, to the nearest and saturating; the interpreter truncates."""
-    original, float32 = builder.create_fp_to_fp, interpreter.tl.float32
-    fp8 = torch.float8_e4m3fn
+def _multiply_bfloat16(builder: Any, interpreter: Any) -> None:
+    """Multiply matrices of bfloat16 as numbers; the interpreter multiplies their bit patterns."""
+    original, float32 = builder.create_dot, interpreter.tl.float32
+
+    def dot(a: Any, b: Any, *rest: Any) -> Any:
+        wide = [
+            builder.create_fp_to_fp(x, float32, None) if x.dtype.scalar.is_bf16() else x
+            for x in (a, b)
+        ]
+        return original(*wide, *rest)
+
+    builder.create_dot = dot
+
+
+def _round_to_nearest(builder: Any, interpreter: Any) -> None:
+    """Cast to FP8 and to bfloat16 as GPUs do, to the nearest and saturating, and not truncating."""
+    original, truncate = builder.create_fp_to_fp, builder.create_fp_trunc
+    fp8, float32 = torch.float8_e4m3fn, interpreter.tl.float32
     limit = torch.finfo(fp8).max
 
     def cast(value: Any, kind: Any, rounding: Any = None) -> Any:
-        if not kind.scalar.is_fp8e4nv():
+        to_fp8, to_bfloat16 = kind.scalar.is_fp8e4nv(), kind.scalar.is_bf16()
+        if not (to_fp8 or to_bfloat16) or value.dtype.scalar == kind.scalar:
             return original(value, kind, rounding)
         wide = original(value, float32, None) if value.dtype.scalar.is_bf16() else value
-        rounded = torch.from_numpy(wide.data.astype(np.float32)).clamp(-limit, limit).to(fp8)
-        return interpreter.TensorHandle(rounded.view(torch.uint8).numpy(), kind.scalar)
+        exact = torch.from_numpy(wide.data.astype(np.float32))
+        if to_fp8:
+            bits = exact.clamp(-limit, limit).to(fp8).view(torch.uint8).numpy()
+        else:
+            bits = exact.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+        return interpreter.TensorHandle(bits, kind.scalar)
 
     builder.create_fp_to_fp = cast
+    builder.create_fp_trunc = lambda value, kind: (
+        cast(value, kind) if kind.scalar.is_bf16() else truncate(value, kind)
+    )
 
 
 def _check_pointers(builder: Any, access: str) -> None:

@@ -26,7 +26,11 @@ from harness.sglang.patches import WithoutCUDA
 from harness.sglang.process import active, load
 from harness.sglang.stubs.flashinfer import served_by
 from harness.sglang.stubs.rope import FP8, no_rotation
-from harness.upstream.base_attn_backend import AttentionBackend, MultiStepDraftBackend
+from harness.upstream.base_attn_backend import (
+    AttentionBackend,
+    MultiStepDraftBackend,
+    SharedReadEnds,
+)
 from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode
 from harness.upstream.radix_attention import RadixAttention
 
@@ -223,6 +227,14 @@ class SGLangBackend(AttentionBackend):
     def on_after_cuda_graph_warmup(self) -> None:
         """Undo what the warm-up changed."""
         undo_warmup(self.theirs)
+
+    def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
+        """As the release says; it does from 0.5.18 on."""
+        says = getattr(self.theirs, "shared_read_ends", None)
+        if says is None:
+            return SharedReadEnds.UNKNOWN
+        mode = load("srt.model_executor.forward_batch_info").ForwardMode[fm.name]
+        return SharedReadEnds[says(mode).name]
 
     def forward(
         self,

@@ -10,9 +10,11 @@ from harness.core.case import Case
 from harness.sglang import module_globals, runtime_context
 from harness.sglang.gpu import run_on
 from harness.sglang.process import active
+from harness.sglang.triton_attention import interpret
 
 XQA = "xqa"
-SM90_KERNELS = frozenset({"xqa", "flashinfer", "triton"})
+INTERPRETED = "interpreted"
+SM90_KERNELS = frozenset({XQA, "flashinfer", "triton", INTERPRETED})
 
 
 def server_arguments(case: Case, backend: str) -> dict[str, Any]:
@@ -42,6 +44,7 @@ def publish(case: Case, backend: str, kernel: str, device: torch.device | str) -
     if torch.device(device).type == "cpu":
         generation = "sm90" if kernel in SM90_KERNELS else "sm100"
         run_on(generation)
+        interpret(kernel == INTERPRETED)
         if release.has_platform:
             runtime_context.publish_platform(generation)
     if release.has_parallel_context:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from harness.graphs.host_syncs import INTERNAL_FILES
 from harness.sglang.gpu import is_supported
 from harness.sglang.stubs.sgl_kernel import sgl_per_tensor_quant_fp8
-from harness.sglang.triton_attention import decode_attention_fwd, extend_attention_fwd
+from harness.sglang.triton_attention import chosen, decode_attention_fwd, extend_attention_fwd
 
 INTERNAL_FILES.add(__file__)
 FP8 = torch.float8_e4m3fn
@@ -63,12 +63,14 @@ class Patch:
         modules: below ``sglang.``, where releases keep it; the first that exists.
         replacement: of the same signature.
         reason: why the real one cannot run.
+        stays: whether the original serves the trials that ask for it.
     """
 
     name: str
     modules: tuple[str, ...]
     replacement: Callable[..., Any]
     reason: str
+    stays: bool = False
 
 
 _TRITON = ("kernels.ops.attention.{0}", "srt.layers.attention.triton_ops.{0}")
@@ -94,7 +96,8 @@ PATCHES = (
             function.__name__,
             tuple(folder.format(module) for folder in _TRITON),
             function,
-            "interpreted, a launch takes seconds, and bfloat16 is multiplied as integers",
+            "interpreted, a launch takes seconds",
+            stays=True,
         )
         for module, function in (
             ("decode_attention", decode_attention_fwd),
@@ -132,7 +135,10 @@ def apply_patches() -> None:
             except ModuleNotFoundError:
                 continue
             if hasattr(module, patch.name):
-                setattr(module, patch.name, patch.replacement)
+                replacement = patch.replacement
+                if patch.stays:
+                    replacement = chosen(getattr(module, patch.name), replacement)
+                setattr(module, patch.name, replacement)
     _allow_triton()
 
 

@@ -1,18 +1,42 @@
-"""The attention kernels of SGLang's Triton backend, served by the strict reference.
+"""The two attention kernels of SGLang's Triton backend: the strict reference, or interpreted.
 
-Interpreted, one launch takes seconds, and Triton's interpreter multiplies bfloat16 as integers. The
-kernels that make their index tensors do run interpreted.
+Interpreted, one launch takes seconds; a subject of its own runs a few rows so. The kernels that
+make their index tensors always run interpreted.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 import torch
 
 from harness.errors import KernelRefusal, rejected
 from harness.kernels.csr_attention import csr_attention
 from harness.kernels.extend_attention import extend_attention
+
+Kernel = Callable[..., None]
+
+
+_interprets = False
+
+
+def interpret(own: bool) -> None:
+    """Run sglang's own kernels from now on, or the reference in their place."""
+    global _interprets
+    _interprets = own
+
+
+def chosen(original: Kernel, reference: Kernel) -> Kernel:
+    """A function that runs one of the two."""
+
+    @wraps(reference)
+    def serve(*args: Any, **kwargs: Any) -> None:
+        return (original if _interprets else reference)(*args, **kwargs)
+
+    return serve
 
 
 def decode_attention_fwd(

@@ -1,15 +1,36 @@
-"""The interface of an attention backend, after SGLang's, which ``golden/upstream`` records."""
+"""The interface of an attention backend, after SGLang 0.5.23's, which ``golden/upstream`` records.
+
+Hooks that older releases call instead are in ``older_contracts``.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any
 
 import torch
 
 from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode, SpecInput
 from harness.upstream.radix_attention import RadixAttention
+from harness.upstream.verify_mask import VerifyMask
+
+
+class SharedReadEnds(Enum):
+    """When a forward has read what the scheduler writes: request-to-token table and SWA mapping.
+
+    The scheduler may write the next batch's entries from then on, while the forward still runs.
+
+    PRE_REPLAY: after ``init_forward_metadata_out_graph``. IN_REPLAY: after
+    ``init_forward_metadata_in_graph``. POST_REPLAY: with the replay. UNKNOWN: nobody has looked, so
+    whoever writes waits for the whole forward.
+    """
+
+    PRE_REPLAY = 1
+    IN_REPLAY = 2
+    POST_REPLAY = 3
+    UNKNOWN = 4
 
 
 class AttentionBackend(ABC):
@@ -43,58 +64,42 @@ class AttentionBackend(ABC):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate every buffer a captured graph of up to max_bs requests will read."""
 
-    def init_forward_metadata_capture_cuda_graph(
-        self,
-        bs: int,
-        num_tokens: int,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        encoder_lens: torch.Tensor | None,
-        forward_mode: ForwardMode,
-        spec_info: SpecInput | None,
-    ) -> None:
-        """The pair of SGLang <= 0.5.12, in terms of the three phases."""
-        batch = self._planning_batch(
-            bs, num_tokens, req_pool_indices, seq_lens, forward_mode, spec_info
-        )
-        self.init_forward_metadata_out_graph(batch, in_capture=True)
-        self.init_forward_metadata_in_graph(batch)
-
-    def init_forward_metadata_replay_cuda_graph(
-        self,
-        bs: int,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        seq_lens_sum: int | None,
-        encoder_lens: torch.Tensor | None,
-        forward_mode: ForwardMode,
-        spec_info: SpecInput | None,
-        seq_lens_cpu: torch.Tensor | None,
-    ) -> None:
-        """The pair of SGLang <= 0.5.12, in terms of the three phases."""
-        batch = self._planning_batch(bs, 0, req_pool_indices, seq_lens, forward_mode, spec_info)
-        batch.seq_lens_sum, batch.seq_lens_cpu = seq_lens_sum, seq_lens_cpu
-        self.init_forward_metadata_out_graph(batch)
-        self.init_forward_metadata_in_graph(batch)
-
-    def _planning_batch(
-        self,
-        bs: int,
-        num_tokens: int,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        forward_mode: ForwardMode,
-        spec_info: SpecInput | None,
-    ) -> ForwardBatch:
-        raise NotImplementedError(f"{type(self).__name__} offers the three-phase contract only")
-
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """seq_lens of a padded row."""
         return 1
 
-    def get_verify_buffers_to_fill_after_draft(self) -> Sequence[torch.Tensor | None]:
-        """[custom mask, positions] that the tree builder writes in place; None where not needed."""
-        return [None, None]
+    def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
+        """When a replay of a mode has read what the scheduler writes; UNKNOWN unless audited."""
+        if fm.is_decode() or fm.is_target_verify():
+            return SharedReadEnds.IN_REPLAY
+        return SharedReadEnds.UNKNOWN
+
+    def resolve_prefill_shared_read_ends(
+        self, batch: ForwardBatch, *, num_qo_tokens: int, build_snapshot: bool = True
+    ) -> SharedReadEnds:
+        """When an eager prefill that is planned has read what the scheduler writes.
+
+        Args:
+            batch: the planned prefill; any other mode is UNKNOWN.
+            num_qo_tokens: its query tokens.
+            build_snapshot: whether what would be read late may be copied now.
+        """
+        if not batch.forward_mode.is_extend():
+            return SharedReadEnds.UNKNOWN
+        if build_snapshot:
+            return self._snapshot_prefill_shared_reads(batch, num_qo_tokens=num_qo_tokens)
+        return self.shared_read_ends(batch.forward_mode)
+
+    def _snapshot_prefill_shared_reads(
+        self, batch: ForwardBatch, *, num_qo_tokens: int
+    ) -> SharedReadEnds:
+        """Copy what a prefill would read late, if anything; then, when its reads end."""
+        return self.shared_read_ends(batch.forward_mode)
+
+    @property
+    def verify_mask(self) -> VerifyMask | None:
+        """The mask that the tree builder writes in place after a draft, by default none."""
+        return None
 
     def update_verify_buffers_to_fill_after_draft(
         self, spec_info: SpecInput, cuda_graph_bs: int | None

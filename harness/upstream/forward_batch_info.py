@@ -1,4 +1,8 @@
-"""Forward modes, batches and the three EAGLE inputs, by their names in SGLang 0.5.14."""
+"""Forward modes, batches and the three EAGLE inputs, by their names in SGLang 0.5.23.
+
+Two things are older: the mode DRAFT_EXTEND, which 0.5.13 was the last to have, and the pools and
+the backend on a batch, which 0.5.12 was the last to put there.
+"""
 
 from __future__ import annotations
 

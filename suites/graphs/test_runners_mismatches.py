@@ -91,8 +91,9 @@ def seen(runner: TargetVerifyRunner, mask: torch.Tensor | None) -> list[float]:
 
 def test_a_mask_is_copied_into_the_backends_buffer_and_padded_with_true() -> None:
     runner = make(mask_size=15)
-    buffer = runner.attn_backend.get_verify_buffers_to_fill_after_draft()[0]
-    assert buffer is not None
+    mask = runner.attn_backend.verify_mask
+    assert mask is not None
+    buffer = mask.buffer
     assert runner.buffers["custom_mask"] is buffer
     assert buffer.all()
     buffer.zero_()

@@ -43,7 +43,7 @@ def test_a_main_stream_that_forgets_to_wait_says_something_else(cuda: torch.devi
     streams = MainForgets(cuda, late_plan)
     forgot = decode(setup, streams, cuda)
     torch.cuda.synchronize(cuda)
-    assert "'verify and extend' is not ordered after 'plan verify'" in forgot.hazards[0]
+    assert "'verify' is not ordered after 'plan verify'" in forgot.hazards[0]
     assert forgot.generations != due.texts
 
 

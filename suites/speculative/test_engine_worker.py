@@ -17,6 +17,7 @@ from harness.engine.plan_stream import RecordedStreams
 from harness.errors import UsageError
 from harness.upstream.allocator import ReqToTokenPool
 from harness.upstream.forward_batch_info import EagleVerifyInput, ForwardMode
+from harness.upstream.verify_mask import TreeMaskMode, VerifyMask
 
 NEW = 12
 BOTH = pytest.mark.parametrize("version", [1, 2], ids=["draft_extend_v1", "draft_extend_v2"])
@@ -37,7 +38,7 @@ class NoMainWaits(RecordedStreams):
         self._drain()
 
 
-LAID_OUT, PLANNED, VERIFIED = "lay out verify", "plan verify", "verify and extend"
+LAID_OUT, PLANNED, VERIFIED = "lay out verify", "plan verify", "verify"
 FORGOTTEN: dict[type[RecordedStreams], set[Hazard]] = {
     NoPlanWaits: {
         Hazard("RAW", "reserve", PLANNED, "req_to_token"),
@@ -103,26 +104,27 @@ def test_requests_join_after_idle_rounds(version: int) -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
-def test_verify_buffers_are_filled_and_the_backend_told_after_the_draft(overlap: bool) -> None:
+@pytest.mark.parametrize("mode", TreeMaskMode, ids=lambda mode: mode.name.lower())
+def test_the_mask_is_filled_in_its_layout_and_the_backend_told_after_the_draft(
+    mode: TreeMaskMode, overlap: bool
+) -> None:
     toy = toy_engine(spec_config(3, 3), streams=RecordedStreams(late=False) if overlap else None)
     mask = torch.zeros(2 * 3 * 40, dtype=torch.bool)
-    positions = torch.full((9,), -1)
-    toy.target.verify_buffers = [mask, positions]
+    toy.target.mask = VerifyMask(mask, mode, max_bs=2)
     toy.trace.clear()
     prompts = PROMPTS[:2]
     requests = [toy.engine.submit(prompt, 20) for prompt in prompts]
     toy.engine.step()
     (verify,) = toy.trace.of("target_verify")
+    histories = [len(p) if mode is TreeMaskMode.FULL_MASK else 0 for p in prompts]
     seen = [
-        column <= len(prompt) + row
-        for prompt in prompts
+        column <= history + row
+        for history in histories
         for row in range(3)
-        for column in range(len(prompt) + 3)
+        for column in range(history + 3)
     ]
     assert mask[: len(seen)].tolist() == seen
     assert not mask[len(seen) :].any()
-    assert positions.tolist() == [7, 8, 9, 1, 2, 3, -1, -1, -1]
-    positions.zero_()
     spec = verify.spec_info
     assert isinstance(spec, EagleVerifyInput)
     assert spec.custom_mask is not None
@@ -134,10 +136,11 @@ def test_verify_buffers_are_filled_and_the_backend_told_after_the_draft(overlap:
     ] == (verify.input_ids.view(2, 3)[:, 0].tolist())
 
 
-def test_an_eager_verify_needs_no_buffers() -> None:
-    """Three requests exceed the largest bucket; buffers of graphs are not requested."""
+def test_a_batch_that_the_mask_does_not_fit_is_verified_without() -> None:
+    """Three requests exceed the largest bucket, and the mask is as large as that."""
     toy = toy_engine(spec_config(3, 3))
-    toy.target.verify_buffers = []
+    mask = torch.zeros(3 * 3 * 40, dtype=torch.bool)
+    toy.target.mask = VerifyMask(mask, TreeMaskMode.FULL_MASK, max_bs=2)
     for prompt in PROMPTS[:3]:
         toy.engine.submit(prompt, 20)
     toy.engine.step()
@@ -145,6 +148,7 @@ def test_an_eager_verify_needs_no_buffers() -> None:
     spec = verify.spec_info
     assert isinstance(spec, EagleVerifyInput)
     assert spec.custom_mask is None
+    assert not mask.any()
     assert [bucket for _, bucket in toy.target.updates] == [None]
 
 

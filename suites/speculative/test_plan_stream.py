@@ -1,15 +1,18 @@
-"""Accesses of two queues in no certain order are reported by name, ordered ones are not."""
+"""Accesses of queues in no certain order are reported by name, ordered ones are not."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
-from harness.engine.hazards import Hazard
+from harness.engine.hazards import Hazard, Queue
 from harness.engine.plan_stream import CudaStreams, PlanStream, RecordedStreams, SameStream
+
+TABLE = {"table": torch.zeros(2)}
 
 
 def nothing() -> None:
@@ -48,6 +51,18 @@ def wait_too_early(streams: RecordedStreams) -> None:
     streams.plan("cast accept_lens", nothing, reads=("accept_lens",))
 
 
+def schedule_ahead_of_a_reader(streams: RecordedStreams) -> None:
+    streams.main("draft", nothing, reads=("table",), reads_ended=True)
+    streams.schedule("reserve", nothing, writes=TABLE)
+
+
+def schedule_ahead_of_a_reader_between(streams: RecordedStreams) -> None:
+    streams.main("plan extend", nothing)
+    streams.main("extend", nothing, reads_ended=True)
+    streams.main("next", nothing, reads=("table",), reads_ended=True)
+    streams.schedule("reserve", nothing, writes=TABLE)
+
+
 RACES: dict[Callable[[RecordedStreams], None], list[Hazard]] = {
     produce_then_cast: [Hazard("RAW", "accept", "cast accept_lens", "accept_lens")],
     cast_then_produce: [Hazard("RAW", "accept", "cast accept_lens", "accept_lens")],
@@ -57,6 +72,14 @@ RACES: dict[Callable[[RecordedStreams], None], list[Hazard]] = {
     ],
     write_twice: [Hazard("WAW", "plan verify", "plan extend", "metadata")],
     forget_to_wait_for_the_plan: [Hazard("RAW", "plan verify", "verify", "metadata")],
+    schedule_ahead_of_a_reader: [
+        Hazard("RAW", "reserve", "draft", "table"),
+        Hazard("WAR", "draft", "reserve", "table"),
+    ],
+    schedule_ahead_of_a_reader_between: [
+        Hazard("RAW", "reserve", "next", "table"),
+        Hazard("WAR", "next", "reserve", "table"),
+    ],
     wait_too_early: [Hazard("RAW", "accept", "cast accept_lens", "accept_lens")],
 }
 
@@ -96,6 +119,55 @@ def test_a_queue_needs_no_wait_for_itself() -> None:
     assert streams.hazards() == []
 
 
+def test_the_scheduler_waits_for_the_last_main_operation_that_may_read() -> None:
+    streams, waited = RecordedStreams(), []
+    for name, reads_ended in (("a", False), ("b", True), ("c", True), ("d", False), ("e", True)):
+        streams.main(name, nothing, reads_ended=reads_ended)
+        streams.schedule(f"after {name}", nothing, writes=TABLE)
+        waited.append(streams.issued[-1].after[Queue.MAIN])
+    # Waits add up, so the third need not be told again of the first.
+    assert waited == [1, 1, 1, 4, 4]
+    main = [operation for operation in streams.issued if operation.queue is Queue.MAIN]
+    assert [operation.after.get(Queue.SCHEDULE, 0) for operation in main] == [0, 1, 2, 3, 4]
+
+
+def test_a_wait_is_for_what_was_waited_for_too() -> None:
+    streams = RecordedStreams()
+    streams.schedule("reserve", nothing, writes=TABLE)
+    streams.main("lay out", nothing)
+    streams.plan_waits()
+    streams.plan("plan", nothing, reads=("table",))
+    streams.main_waits()
+    streams.main("verify", nothing)
+    streams.schedule("reserve", nothing, writes=TABLE)
+    assert streams.hazards() == []
+    assert streams.issued[2].after == {Queue.MAIN: 1, Queue.SCHEDULE: 1}
+    assert streams.issued[-1].after == {Queue.MAIN: 2, Queue.PLAN: 1, Queue.SCHEDULE: 1}
+
+
+@pytest.mark.parametrize("streams", [RecordedStreams(), SameStream()], ids=["recorded", "same"])
+def test_reads_of_scheduled_memory_are_observed_wherever_the_work_runs(
+    streams: RecordedStreams | SameStream,
+) -> None:
+    table, seen = torch.zeros(3), []
+    streams.schedule("reserve", lambda: seen.append(table.fill_(1).sum()), writes={"table": table})
+    streams.main("lay out", lambda: seen.append(table.sum()), reads=("lens",))
+    streams.plan_waits()
+    streams.plan("plan", lambda: seen.append(table.sum()))
+    streams.main_waits()
+    streams.main("verify", lambda: seen.append(seen[0] + 1))
+    assert seen == [3, 3, 3, 4]
+    if isinstance(streams, RecordedStreams):
+        reads = {operation.name: operation.reads for operation in streams.issued}
+        assert reads == {
+            "reserve": set(),
+            "lay out": {"lens", "table"},
+            "plan": {"table"},
+            "verify": set(),
+        }
+        assert streams.ran == ["reserve", "lay out", "plan", "verify"]
+
+
 @pytest.mark.parametrize(
     ("streams", "order"),
     [
@@ -121,20 +193,30 @@ def test_the_plan_runs_as_late_or_as_early_as_its_waits_allow(
 
 
 class FakeStream:
-    """Records which stream waits for which."""
+    """Records which stream waits for which, or for which event."""
 
     def __init__(self, name: str) -> None:
         self.name, self.device, self.waited = name, "cuda:0", list[str]()
+        self.events = 0
 
     def wait_stream(self, other: FakeStream) -> None:
         """Record the wait."""
         self.waited.append(other.name)
 
+    def record_event(self) -> str:
+        """The name of an event of this stream."""
+        self.events += 1
+        return f"event {self.events} of {self.name}"
 
-def test_cuda_streams_wait_for_each_other_the_right_way_round(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    main, plan = FakeStream("main"), FakeStream("plan")
+    def wait_event(self, event: str) -> None:
+        """Record the wait."""
+        self.waited.append(event)
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> list[FakeStream]:
+    """Streams in place of CUDA's: the main one, that of plans and the scheduler's."""
+    main, *others = made = [FakeStream(name) for name in ("main", "plan", "scheduler")]
     entered: list[FakeStream] = [main]
 
     @contextmanager
@@ -143,14 +225,37 @@ def test_cuda_streams_wait_for_each_other_the_right_way_round(
         yield
         entered.pop()
 
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: plan)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: others.pop(0))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: entered[-1])
     monkeypatch.setattr(torch.cuda, "stream", inside)
+    return made
+
+
+def current() -> str:
+    stream: Any = torch.cuda.current_stream("cuda:0")
+    return str(stream.name)
+
+
+def test_cuda_streams_wait_for_each_other_the_right_way_round(fakes: list[FakeStream]) -> None:
+    main, plan, _ = fakes
     streams, ran = CudaStreams("cuda:0"), list[str]()
     streams.plan_waits()
     assert (main.waited, plan.waited) == ([], ["main"])
-    streams.plan("plan", lambda: ran.append(entered[-1].name))
-    assert streams.main("draft", lambda: entered[-1].name) == "main"
+    streams.plan("plan", lambda: ran.append(current()))
+    assert streams.main("draft", current) == "main"
     streams.main_waits()
     assert (main.waited, plan.waited) == (["plan"], ["main"])
     assert ran == ["plan"]
+
+
+def test_the_cuda_scheduler_waits_for_shared_reads_alone(fakes: list[FakeStream]) -> None:
+    main, _, scheduler = fakes
+    streams, ran = CudaStreams("cuda:0"), list[str]()
+    for name, reads_ended in (("a", False), ("b", True), ("c", True), ("d", False), ("e", True)):
+        streams.main(name, nothing, reads_ended=reads_ended)
+        streams.schedule(f"after {name}", lambda: ran.append(current()), writes=TABLE)
+    # An event lies before the first of the operations whose shared reads have ended.
+    assert scheduler.waited == ["main", *["event 1 of main"] * 2, "main", "event 2 of main"]
+    assert main.waited == ["scheduler"] * 5
+    assert ran == ["scheduler"] * 5
+    assert streams.hazards() == []

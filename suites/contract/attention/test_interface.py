@@ -8,11 +8,19 @@ import pytest
 import torch
 
 from fixtures.toys.toy_attention import make_batch, mha_layer, mha_pool, request_table
-from harness.upstream.base_attn_backend import AttentionBackend, MultiStepDraftBackend
+from harness.errors import ContractError
+from harness.upstream.base_attn_backend import (
+    AttentionBackend,
+    MultiStepDraftBackend,
+    SharedReadEnds,
+)
 from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode
+from harness.upstream.older_contracts import OlderContracts
+from harness.upstream.verify_mask import TreeMaskMode, VerifyMask
 
 LENS = torch.tensor([9, 4])
 ROWS = torch.tensor([1, 3])
+IN_REPLAY, UNKNOWN = SharedReadEnds.IN_REPLAY, SharedReadEnds.UNKNOWN
 
 
 class Plain(AttentionBackend):
@@ -41,12 +49,16 @@ class Plain(AttentionBackend):
         return torch.ones(2)
 
 
-class Older(Plain):
-    """Offers the pair of SGLang <= 0.5.12 too."""
+class Masked(Plain):
+    """Has a mask, or none."""
 
-    def _planning_batch(self, bs: int, num_tokens: int, *rest: Any) -> ForwardBatch:
-        self.log.append(("planning", bs, num_tokens, *rest))
-        return batch_of(ForwardMode.TARGET_VERIFY)
+    def __init__(self, mask: torch.Tensor | None, mode: TreeMaskMode) -> None:
+        super().__init__()
+        self._mask = None if mask is None else VerifyMask(mask, mode, 1)
+
+    @property
+    def verify_mask(self) -> VerifyMask | None:
+        return self._mask
 
 
 class Steps(MultiStepDraftBackend):
@@ -75,7 +87,7 @@ def test_defaults() -> None:
     backend = Plain()
     assert backend.needs_cpu_seq_lens is True
     assert backend.get_cuda_graph_seq_len_fill_value() == 1
-    assert backend.get_verify_buffers_to_fill_after_draft() == [None, None]
+    assert backend.verify_mask is None
     spec: Any = None
     for bs in (None, 4):
         backend.update_verify_buffers_to_fill_after_draft(spec, bs)
@@ -90,23 +102,70 @@ def test_eager_planning_runs_the_host_side_first_and_outside_a_capture() -> None
 
 
 def test_the_older_pair_is_the_three_phases() -> None:
-    backend, mode, spec = Older(), ForwardMode.TARGET_VERIFY, None
-    backend.init_forward_metadata_capture_cuda_graph(2, 6, ROWS, LENS, None, mode, spec)
-    (_, *given), (_, planned, in_capture), last = backend.log
-    assert given == [2, 6, ROWS, LENS, mode, spec]
-    assert in_capture is True
-    assert last == ("in", planned)
+    backend, mode, spec = Plain(), ForwardMode.TARGET_VERIFY, None
+    older = OlderContracts(backend, request_table(), mha_pool())
+    older.init_forward_metadata_capture_cuda_graph(2, 6, ROWS, LENS, None, mode, spec)
+    (_, planned, in_capture), last = backend.log
+    assert (in_capture, last) == (True, ("in", planned))
+    assert (planned.batch_size, planned.forward_mode, planned.spec_info) == (2, mode, None)
+    assert (len(planned.input_ids), len(planned.out_cache_loc)) == (6, 6)
+    assert planned.req_pool_indices.tolist() == [1, 3]
+    assert planned.seq_lens.tolist() == [9, 4]
     backend.log.clear()
-    seq_lens_cpu = torch.tensor([9, 4])
-    backend.init_forward_metadata_replay_cuda_graph(
-        2, ROWS, LENS, 13, None, mode, spec, seq_lens_cpu
+    seq_lens_cpu, longer = torch.tensor([9, 4]), torch.tensor([9, 4, 1])
+    older.init_forward_metadata_replay_cuda_graph(
+        2, longer, longer, 13, None, mode, spec, seq_lens_cpu
     )
-    (_, *given), (_, planned, in_capture), last = backend.log
-    assert given == [2, 0, ROWS, LENS, mode, spec]
-    assert (planned.seq_lens_sum, planned.seq_lens_cpu, in_capture) == (13, seq_lens_cpu, False)
-    assert last == ("in", planned)
-    with pytest.raises(NotImplementedError, match="Plain offers the three-phase contract only"):
-        Plain().init_forward_metadata_capture_cuda_graph(2, 6, ROWS, LENS, None, mode, spec)
+    (_, planned, in_capture), last = backend.log
+    assert (in_capture, last) == (False, ("in", planned))
+    assert (planned.seq_lens_sum, planned.seq_lens_cpu) == (13, seq_lens_cpu)
+    assert planned.req_pool_indices.tolist() == planned.seq_lens.tolist() == [9, 4]
+
+
+@pytest.mark.parametrize("mask", [None, torch.zeros(6, dtype=torch.bool)], ids=["none", "mask"])
+def test_the_older_buffers_are_the_mask_and_no_positions(mask: torch.Tensor | None) -> None:
+    backend = Masked(mask, TreeMaskMode.FULL_MASK)
+    older = OlderContracts(backend, request_table(), mha_pool())
+    obtained, positions = older.get_verify_buffers_to_fill_after_draft()
+    assert obtained is mask
+    assert positions is None
+
+
+def test_an_older_tree_builder_is_given_no_layout_but_its_own() -> None:
+    backend = Masked(torch.zeros(6, dtype=torch.bool), TreeMaskMode.QLEN_ONLY)
+    older = OlderContracts(backend, request_table(), mha_pool())
+    with pytest.raises(ContractError, match=r"verify_mask.mode = 'QLEN_ONLY' .* FULL_MASK"):
+        older.get_verify_buffers_to_fill_after_draft()
+
+
+def test_when_reads_end_is_unknown_until_somebody_looks() -> None:
+    ends = {mode: Plain().shared_read_ends(mode) for mode in ForwardMode}
+    in_replay = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
+    assert ends == dict.fromkeys(ForwardMode, UNKNOWN) | dict.fromkeys(in_replay, IN_REPLAY)
+
+
+class Snapshots(Plain):
+    """A prefill's late reads are copied where it is asked to."""
+
+    def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
+        return SharedReadEnds.POST_REPLAY
+
+    def _snapshot_prefill_shared_reads(
+        self, batch: ForwardBatch, *, num_qo_tokens: int
+    ) -> SharedReadEnds:
+        self.log.append(num_qo_tokens)
+        return SharedReadEnds.PRE_REPLAY
+
+
+def test_a_prefill_is_asked_for_a_snapshot_unless_none_may_be_built() -> None:
+    backend, batch = Snapshots(), batch_of(ForwardMode.EXTEND)
+    resolve = backend.resolve_prefill_shared_read_ends
+    assert resolve(batch, num_qo_tokens=5) is SharedReadEnds.PRE_REPLAY
+    assert resolve(batch, num_qo_tokens=6, build_snapshot=False) is SharedReadEnds.POST_REPLAY
+    for mode in set(ForwardMode) - {ForwardMode.EXTEND}:
+        assert resolve(batch_of(mode), num_qo_tokens=7) is UNKNOWN
+    assert backend.log == [5]
+    assert Plain().resolve_prefill_shared_read_ends(batch, num_qo_tokens=5) is UNKNOWN
 
 
 SERVED = dict.fromkeys(ForwardMode, "extend") | {ForwardMode.DECODE: "decode"}

@@ -33,6 +33,7 @@ from harness.upstream.forward_batch_info import (
     EagleVerifyInput,
     ForwardMode,
 )
+from harness.upstream.older_contracts import OlderContracts
 
 NOWHERE = torch.zeros(0, dtype=torch.int64)
 
@@ -206,9 +207,10 @@ def test_the_older_pair_plans_the_same() -> None:
     rows, lens = torch.tensor([*ROWS, 0]), torch.tensor([9, 8, 1])
     verify = EagleVerifyInput(NOWHERE, DRAFTS)
     mode = ForwardMode.TARGET_VERIFY
-    planner.init_forward_metadata_capture_cuda_graph(2, 6, rows, lens, None, mode, verify)
+    older = OlderContracts(planner, planner.req_to_token_pool, planner.token_to_kv_pool)
+    older.init_forward_metadata_capture_cuda_graph(2, 6, rows, lens, None, mode, verify)
     captured = planner.forward_metadata
-    planner.init_forward_metadata_replay_cuda_graph(
+    older.init_forward_metadata_replay_cuda_graph(
         2, rows, torch.tensor([13, 4, 1]), None, None, mode, verify, None
     )
     metadata = planner.forward_metadata
@@ -216,7 +218,7 @@ def test_the_older_pair_plans_the_same() -> None:
     assert metadata is captured
     assert metadata.cache_seqlens_int32.tolist() == [16, 7]
     assert metadata.page_table[:, :5].tolist() == [[7, 2, 11, 5, 0], [4, 12, 0, 0, 0]]
-    hybrid = toy_backend(token_to_kv_pool=swa_pool())
+    hybrid = OlderContracts(planner, planner.req_to_token_pool, swa_pool())
     with pytest.raises(ContractError, match="the older pair carries no write locations"):
         hybrid.init_forward_metadata_capture_cuda_graph(2, 6, rows, lens, None, mode, verify)
 

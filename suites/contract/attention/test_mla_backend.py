@@ -14,6 +14,7 @@ from harness.core.capability import REFERENCE, TRTLLM_GEN_MLA
 from harness.errors import CapacityError, ContractError
 from harness.upstream.forward_batch_info import ForwardMode
 from harness.upstream.memory_pool import quantize
+from harness.upstream.verify_mask import TreeMaskMode
 
 VERIFY, V1, V2 = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2
 
@@ -45,26 +46,27 @@ def test_fp8_latents_carry_the_keys_scale(capability: Any) -> None:
 
 def test_the_mask_is_allocated_with_the_graphs() -> None:
     backend = MLAScene().backend
-    with pytest.raises(ContractError, match="call init_cuda_graph_state first"):
-        backend.get_verify_buffers_to_fill_after_draft()
-    assert backend.cuda_graph_custom_mask is None
+    assert backend.verify_mask is None
     backend.init_cuda_graph_state(4, 12)
-    mask, positions = backend.get_verify_buffers_to_fill_after_draft()
-    assert positions is None
-    assert mask is backend.cuda_graph_custom_mask
-    assert (mask.dtype, mask.shape) == (torch.bool, (12 * (CONTEXT + DRAFTS),))
+    mask = backend.verify_mask
+    assert mask is not None
+    assert mask.buffer is backend.cuda_graph_custom_mask
+    assert (mask.buffer.dtype, mask.buffer.shape) == (torch.bool, (12 * (CONTEXT + DRAFTS),))
+    assert (mask.mode, mask.max_bs) == (TreeMaskMode.FULL_MASK, 4)
     # A second runner that fits leaves the buffer where the first one's graphs read it.
     backend.init_cuda_graph_state(2, 6)
-    assert backend.get_verify_buffers_to_fill_after_draft()[0] is mask
+    assert backend.verify_mask == mask
+    assert backend.verify_mask.buffer is mask.buffer
     backend.init_cuda_graph_state(8, 24)
-    assert backend.cuda_graph_custom_mask.numel() == 24 * (CONTEXT + DRAFTS)
+    assert backend.verify_mask.buffer.numel() == 24 * (CONTEXT + DRAFTS)
+    assert backend.verify_mask.max_bs == 8
 
 
 @pytest.mark.parametrize("changes", [{"num_draft_tokens": 0}, {"skip_prefill": True}], ids=str)
 def test_no_mask_where_nothing_is_verified(changes: dict[str, Any]) -> None:
     backend = MLAScene(**changes).backend
     backend.init_cuda_graph_state(4, 12)
-    assert list(backend.get_verify_buffers_to_fill_after_draft()) == [None, None]
+    assert backend.verify_mask is None
 
 
 @pytest.mark.parametrize("name", ["q_rope", "k_rope"])

@@ -19,10 +19,10 @@ from harness.attention.trtllm_mha import TRTLLMHAAttnBackend
 from harness.attention.trtllm_mla import TRTLLMMLABackend
 from harness.core.case import Execution, Mode
 from harness.differential.rig import Rig
-from harness.errors import ContractError
 from harness.graphs.effects import observe
 from harness.subjects import SUBJECTS
 from harness.upstream.base_attn_backend import AttentionBackend, decide_needs_cpu_seq_lens
+from harness.upstream.verify_mask import TreeMaskMode
 
 EAGER, GRAPH = Execution.EAGER, Execution.GRAPH
 MHA, XQA, MLA = "trtllm_mha/trtllm_gen", "trtllm_mha/xqa", "trtllm_mla/trtllm_gen"
@@ -119,15 +119,14 @@ def test_an_mla_replay_neither_has_nor_misses_seq_lens_cpu(mode: Mode) -> None:
 def test_the_mask_is_one_buffer_of_exactly_the_largest_verify() -> None:
     own = ragged_rig(MLA, Mode.TARGET_VERIFY).backend
     assert own.cuda_graph_custom_mask is None
-    with pytest.raises(
-        ContractError, match=r"cuda_graph_custom_mask = None .* size one of your own"
-    ):
-        own.get_verify_buffers_to_fill_after_draft()
-    own.init_cuda_graph_state(5, 7)
-    mask, positions = own.get_verify_buffers_to_fill_after_draft()
-    # 256 tokens of context and 4 draft tokens.
-    assert (mask.dtype, mask.shape, positions) == (torch.bool, (7 * 260,), None)
-    assert mask is own.cuda_graph_custom_mask
+    assert own.verify_mask is None
+    own.init_cuda_graph_state(2, 8)
+    mask = own.verify_mask
+    # 2 requests of 4 rows, each of 256 tokens of context and 4 draft tokens.
+    assert (mask.buffer.dtype, mask.buffer.shape) == (torch.bool, (2 * 4 * 260,))
+    assert mask.buffer is own.cuda_graph_custom_mask
+    assert mask.mode is TreeMaskMode.FULL_MASK
+    assert [mask.fits(bs) for bs in (1, 2, 3)] == [True, True, False]
 
 
 def test_draft_steps_and_targets_without_drafts_hold_no_mask() -> None:
@@ -136,7 +135,7 @@ def test_draft_steps_and_targets_without_drafts_hold_no_mask() -> None:
     assert [step.cuda_graph_custom_mask for step in steps.planners] == [None] * 4
     verify = ragged_rig(MHA, Mode.TARGET_VERIFY).backend
     verify.init_cuda_graph_state(4, 16)
-    assert list(verify.get_verify_buffers_to_fill_after_draft()) == [None, None]
+    assert verify.verify_mask is None
 
 
 # 3: verify and draft_extend_v2 on the decode kernel, draft_extend_v1 and extend on the context one

@@ -12,6 +12,7 @@ from fixtures.tables.budgets import BUCKET
 from harness.core.case import Mode
 from harness.errors import ContractError
 from harness.upstream.forward_batch_info import EagleDraftExtendInput, EagleDraftInput, ForwardMode
+from harness.upstream.older_contracts import OlderContracts
 
 MHA, XQA, MLA = "trtllm_mha/trtllm_gen", "trtllm_mha/xqa", "trtllm_mla/trtllm_gen"
 
@@ -50,8 +51,9 @@ def test_the_older_pair_plans_one_more_key_per_draft_step(subject: str) -> None:
     rows, lens = own.batch.req_pool_indices, own.batch.seq_lens
     mode, spec = ForwardMode.DECODE, own.batch.spec_info
     for step in own.planners:
-        step.init_forward_metadata_capture_cuda_graph(3, 3, rows, lens * 0 + 1, None, mode, spec)
-        step.init_forward_metadata_replay_cuda_graph(3, rows, lens, None, None, mode, spec, None)
+        older = OlderContracts(step, step.req_to_token_pool, step.token_to_kv_pool)
+        older.init_forward_metadata_capture_cuda_graph(3, 3, rows, lens * 0 + 1, None, mode, spec)
+        older.init_forward_metadata_replay_cuda_graph(3, rows, lens, None, None, mode, spec, None)
     keys = [plan.cache_seqlens_int32.tolist() for plan in own.plans]
     assert keys == [[34 + i, 3 + i, 98 + i] for i in range(4)]
 

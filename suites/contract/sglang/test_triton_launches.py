@@ -42,6 +42,16 @@ def cast(source, made, BLOCK: tl.constexpr):
     tl.store(made + at, tl.load(source + at).to(made.dtype.element_ty))
 
 
+@triton.jit
+def multiply(left, right, made, SIZE: tl.constexpr):
+    row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    at = row * SIZE + column
+    lower = tl.full((SIZE, SIZE), float("-inf"), dtype=tl.float32)
+    silent = tl.exp(lower - lower)  # no warning, as on a GPU
+    product = tl.dot(tl.load(left + at), tl.load(right + at))
+    tl.store(made + at, tl.where(silent == silent, silent, product))
+
+
 def refusal(count_read, count_stored):
     source = torch.arange(count_read, dtype=torch.int32)
     made = torch.zeros(count_stored, dtype=torch.int32)
@@ -59,6 +69,13 @@ tape = Tape()
 tape.capture(lambda: add_one[(1,)](source, made, 8, BLOCK=8))
 source.mul_(10)
 tape.replay()
+left = torch.full((16, 16), 1.5, dtype=torch.bfloat16)
+right = torch.arange(256, dtype=torch.bfloat16).view(16, 16)
+product = torch.zeros(16, 16)
+multiply[(1,)](left, right, product, SIZE=16)
+exact = torch.tensor([1 + 2.0**-8 + 2.0**-20, 3.0, float("inf")] + [0.0], dtype=torch.float32)
+halves = torch.zeros(4, dtype=torch.bfloat16)
+cast[(1,)](exact, halves, BLOCK=4)
 given = torch.tensor(%s, dtype=torch.bfloat16)
 rounded = torch.zeros(len(given), dtype=torch.float8_e4m3fn)
 cast[(1,)](given, rounded, BLOCK=len(given))
@@ -68,6 +85,8 @@ print(json.dumps({
     "inside": refusal(6, 6),
     "past_load": refusal(5, 8),
     "past_store": refusal(8, 4),
+    "product": product.tolist(),
+    "bfloat16": halves.float().tolist(),
     "fp8": rounded.float().tolist(),
 }))
 """
@@ -117,3 +136,12 @@ def test_fp8_is_rounded_to_the_nearest_and_saturates(seen: dict[str, Any]) -> No
     exact = torch.tensor(VALUES, dtype=torch.bfloat16).clamp(-limit, limit)
     assert seen["fp8"] == exact.to(torch.float8_e4m3fn).float().tolist()
     assert seen["fp8"][:4] == [0.0, 1.0, 1.0, 1.125]
+
+
+def test_matrices_of_bfloat16_are_multiplied_as_numbers(seen: dict[str, Any]) -> None:
+    right = torch.arange(256, dtype=torch.bfloat16).view(16, 16).float()
+    assert seen["product"] == (1.5 * right.sum(0)).expand(16, 16).tolist()
+
+
+def test_bfloat16_is_rounded_to_the_nearest(seen: dict[str, Any]) -> None:
+    assert seen["bfloat16"] == [1 + 2.0**-7, 3.0, float("inf"), 0.0]

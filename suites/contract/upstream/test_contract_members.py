@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 
 import pytest
@@ -22,16 +23,23 @@ from fixtures.toys.toy_attention import DIM, HEADS, KV_HEADS, mha_layer
 from fixtures.toys.toy_planning import batch_for, toy_backend
 from harness.core.paths import ROOT
 from harness.errors import KernelRefusal
-from harness.upstream.base_attn_backend import AttentionBackend, MultiStepDraftBackend
+from harness.upstream.base_attn_backend import (
+    AttentionBackend,
+    MultiStepDraftBackend,
+    SharedReadEnds,
+)
 from harness.upstream.contract import OWN, WATCHED, Contract, WatchedClass
 from harness.upstream.contract_watch import recorded, releases
 from harness.upstream.forward_batch_info import ForwardMode
+from harness.upstream.older_contracts import OlderContracts
+from harness.upstream.verify_mask import VerifyMask
 
 OURS: dict[str, type] = {
     BACKEND: AttentionBackend,
     MODE: ForwardMode,
     STEPS: MultiStepDraftBackend,
 }
+OLDER_OURS = OURS | {BACKEND: OlderContracts}
 SGLANG_NAMES = {"batch": "forward_batch"}
 """Parameters whose name differs: ours, and SGLang's."""
 CONTRACTS = {version: recorded(version) for version in releases()}
@@ -50,6 +58,8 @@ def members(contract: Contract, owner: str) -> dict[str, str]:
 def described(owner: type, name: str) -> str:
     """A member of ours, worded as a recorded one is."""
     value = inspect.getattr_static(owner, name)
+    if isinstance(value, property):
+        return "property"
     if isinstance(value, ForwardMode):
         return "enum member = auto()"
     if not inspect.isfunction(value):
@@ -85,14 +95,36 @@ def test_any_other_member_is_not_here(row: MemberRow) -> None:
 def test_an_older_member_is_as_it_was_in_its_last_release(row: OlderRow) -> None:
     having = [version for version, one in CONTRACTS.items() if row.member in one[row.owner]]
     assert having[-1] == row.last != releases()[-1]
-    assert described(OURS[row.owner], row.member) == CONTRACTS[row.last][row.owner][row.member]
+    ours, theirs = OLDER_OURS[row.owner], CONTRACTS[row.last][row.owner]
+    assert described(ours, row.member) == theirs[row.member]
 
 
 def test_whatever_a_backend_or_a_mode_offers_is_sglangs() -> None:
-    mirrored = {id_of(row) for row in MEMBERS if row.stance is MIRRORED} | set(map(id_of, OLDER))
-    ours = {f"{BACKEND}.{name}" for name in vars(AttentionBackend) if not name.startswith("_")}
-    ours |= {f"{MODE}.{mode.name}" for mode in ForwardMode}
-    assert ours == {name for name in mirrored if not name.startswith(STEPS)}
+    mirrored = {id_of(row) for row in MEMBERS if row.stance is MIRRORED}
+    modes = {id_of(row) for row in OLDER if row.owner == MODE}
+    # A hook that subclasses override may be private by name.
+    names = {name for name in vars(AttentionBackend) if not name.startswith("_")}
+    names |= {row.member for row in MEMBERS if row.owner == BACKEND} & set(vars(AttentionBackend))
+    ours = {f"{BACKEND}.{name}" for name in names} | {f"{MODE}.{mode.name}" for mode in ForwardMode}
+    assert ours == {name for name in mirrored | modes if not name.startswith(STEPS)}
+
+
+def test_whatever_the_adapter_of_older_releases_offers_was_theirs() -> None:
+    fields = {field.name for field in dataclasses.fields(OlderContracts)}
+    hooks = {name for name in vars(OlderContracts) if not name.startswith("_")} - fields
+    assert hooks == {row.member for row in OLDER if row.owner == BACKEND}
+
+
+def test_ends_of_shared_reads_are_sglangs() -> None:
+    ours = {end.name: f"enum member = {end.value}" for end in SharedReadEnds}
+    assert ours.items() <= NEWEST["SharedReadEnds"].items()
+    assert len(ours) == sum(text.startswith("enum") for text in NEWEST["SharedReadEnds"].values())
+
+
+def test_a_verify_mask_has_sglangs_fields_but_for_the_reader() -> None:
+    ours = {field.name for field in dataclasses.fields(VerifyMask)}
+    theirs = {name for name in NEWEST["VerifyMask"] if name not in (OWN, "fits")}
+    assert ours == theirs - {"is_read"}
 
 
 def test_rows_say_why_in_one_line() -> None:

@@ -20,7 +20,8 @@ from harness.differential.trial import run_trial
 from harness.graphs.draft_extend_runner import DraftExtendRunner
 from harness.kernels.shape_checks import FP8
 from harness.subjects import SUBJECTS, Subject
-from harness.upstream.forward_batch_info import EagleDraftExtendInput, ForwardBatch
+from harness.upstream.base_attn_backend import SharedReadEnds
+from harness.upstream.forward_batch_info import EagleDraftExtendInput, ForwardBatch, ForwardMode
 from harness.upstream.memory_pool import SWAKVPool
 
 EAGER, GRAPH = Execution.EAGER, Execution.GRAPH
@@ -76,6 +77,23 @@ class WindowWritesByTheMappingOfNow(TRTLLMHAAttnBackend):
             now = pool.translate_loc_from_full_to_swa(batch.out_cache_loc)
             metadata = replace(metadata, swa_out_cache_loc=now[: metadata.geometry.num_tokens])
         super()._write(k, v, layer, batch, metadata)
+
+
+class FilledByEveryLayer(TRTLLMHAAttnBackend):
+    """Reads what the scheduler has written since."""
+
+    def forward_extend(self, q: Any, k: Any, v: Any, layer: Any, batch: Any, **given: Any) -> Any:
+        self._fill(batch)
+        return super().forward_extend(q, k, v, layer, batch, **given)
+
+    forward_decode = forward_extend
+
+
+class ReadsEndBeforeTheReplay(TRTLLMHAAttnBackend):
+    """Says what its graph, which fills the table, does not keep."""
+
+    def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
+        return SharedReadEnds.PRE_REPLAY
 
 
 class RowsCountedByBatchSize(TRTLLMHAAttnBackend):
@@ -209,6 +227,10 @@ ROWS: tuple[tuple[Subject, type, str, Execution, Verdict, str], ...] = (
     (MHA, UntranslatedWindowTable, "mha-decode-window_of_one_page", EAGER, Verdict.BROKEN_INVARIANT, "swa_page_table"),
     (MHA, UntranslatedWindowWrites, "mha-target_verify-window_of_one_page", EAGER, Verdict.BROKEN_INVARIANT, "swa.k0 slot"),
     (MHA, WindowWritesByTheMappingOfNow, "mha-decode-window_bs5_interleaved", EAGER, Verdict.BROKEN_INVARIANT, "swa.k0 slot"),
+    (MHA, WindowWritesByTheMappingOfNow, "mha-decode-window_bs5_interleaved", GRAPH, Verdict.BROKEN_INVARIANT, "swa.k0 slot"),
+    (MHA, FilledByEveryLayer, "mha-extend-bs2_ragged", EAGER, Verdict.BROKEN_INVARIANT, "page_table"),
+    (MHA, FilledByEveryLayer, "mha-target_verify-bs2_ragged", GRAPH, Verdict.BROKEN_INVARIANT, "page_table"),
+    (XQA, ReadsEndBeforeTheReplay, "mha-draft_extend_v2-bs2_ragged", GRAPH, Verdict.BROKEN_INVARIANT, "page_table"),
     (MHA, RowsCountedByBatchSize, "mha-draft_extend_v2-dp_padding_ahead_of_the_plan", EAGER, Verdict.ERROR, "rows"),
     (MHA, TableWithoutHeadroom, "mha-target_verify-context_edge_bs1", EAGER, Verdict.ERROR, "seq_lens = [196] is not accepted; accepted: <= 192"),
     (XQA, NoPackedMask, "mha-draft_extend_v2-bs2_ragged", EAGER, Verdict.ERROR, "packed_mask"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from harness.core.capability import refusal
 from harness.core.case import Execution, Mode
 from harness.core.record import Record, Verdict
 from harness.errors import UsageError
+from harness.sglang.context import INTERPRETED
 from harness.sglang.releases import RELEASES, Release, find_release
-from harness.sglang_subjects import sglang_subjects
+from harness.sglang_subjects import SGLangSubject, sglang_subjects
 from harness.subjects import REFERENCE
 
 FINDING = Finding(
@@ -107,10 +109,25 @@ def test_a_finding_that_no_trial_shows_is_told(monkeypatch: pytest.MonkeyPatch) 
     assert unseen_findings(find_release("0.5.16"), [elsewhere]) == []
 
 
+def whole_matrix(subjects: Iterable[SGLangSubject]) -> list[SGLangSubject]:
+    """Those that every row of their family is planned on."""
+    return [s for s in subjects if s.kernel not in (REFERENCE, INTERPRETED)]
+
+
+def test_kernels_that_run_interpreted_get_a_few_eager_rows_of_every_mode() -> None:
+    subjects = [s for s in sglang_subjects(find_release("0.5.13")) if s.kernel == INTERPRETED]
+    planned = list(upstream_trials(subjects))
+    assert {e for _, _, e in planned} == {Execution.EAGER}
+    for subject in subjects:
+        modes = [c.mode for c, s, _ in planned if s is subject]
+        assert set(modes) == set(Mode) - {Mode.IDLE}
+        assert len(modes) <= 40
+
+
 def test_a_mode_that_a_release_lacks_is_one_refusal_of_each_subject() -> None:
     subjects = sglang_subjects(find_release("0.5.23"))
     v1 = [(s.name, e) for c, s, e in upstream_trials(subjects) if c.mode is Mode.DRAFT_EXTEND]
-    real = [subject for subject in subjects if subject.kernel != REFERENCE]
+    real = [s for s in whole_matrix(subjects) if Mode.DRAFT_EXTEND in s.modes]
     assert v1 == [(subject.name, Execution.EAGER) for subject in real]
     refused = {
         s.refusal(c, e) for c, s, e in upstream_trials(subjects) if c.mode is Mode.DRAFT_EXTEND
@@ -121,13 +138,15 @@ def test_a_mode_that_a_release_lacks_is_one_refusal_of_each_subject() -> None:
 def test_every_row_of_a_family_is_planned_on_every_backend_of_it() -> None:
     subjects = sglang_subjects(find_release("0.5.13"))
     planned = {(c.id, s.name) for c, s, _ in upstream_trials(subjects)}
-    real = [subject for subject in subjects if subject.kernel != REFERENCE]
+    real = whole_matrix(subjects)
     whole = [subject for subject in real if subject.served_modes == frozenset(Mode)]
     assert {subject.classes.name for subject in whole} >= {"trtllm_mha", "trtllm_mla"}
     assert planned >= {
         (case.id, s.name) for s in whole for case in CASES.values() if case.family is s.family
     }
-    unlimited = {(c.id, s.classes) for c, s, _ in upstream_trials(subjects) if s not in real}
+    unlimited = {
+        (c.id, s.classes) for c, s, _ in upstream_trials(subjects) if s.kernel == REFERENCE
+    }
     assert all(
         refusal(CASES[row], s.capability)
         for row, classes in unlimited

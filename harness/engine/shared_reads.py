@@ -1,0 +1,60 @@
+"""What reads the memory that the scheduler writes, observed operation by operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from harness.core.dispatch_mode import DispatchMode
+
+T = TypeVar("T")
+
+
+class SharedReads(DispatchMode):
+    """Notes which of some tensors any operation inside the ``with`` reads; a view reads nothing.
+
+    Replays of a tape are seen too, those of a CUDA graph are not.
+
+    Args:
+        shared: the tensors by name.
+
+    Attributes:
+        names: of those that were read.
+    """
+
+    def __init__(self, shared: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+        self._names = {_memory(tensor): name for name, tensor in shared.items()}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = self._shared((args, kwargs))
+        if func._schema.is_mutable or not given & self._shared(result):
+            self.names |= given
+        return result
+
+    def _shared(self, value: object) -> set[str]:
+        tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+        return {self._names[key] for key in map(_memory, tensors) if key in self._names}
+
+
+def observed(shared: Mapping[str, torch.Tensor], work: Callable[[], T]) -> tuple[T, set[str]]:
+    """The result of work, and the names of the shared tensors that it read."""
+    reads = SharedReads(shared)
+    with reads:
+        result = work()
+    return result, reads.names
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,192 @@
+"""The scheduler waits until forwards have read what it writes: as long as their backends say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fixtures.toys.tiny_engine import BACKENDS, PROMPTS, TinyPair
+from fixtures.toys.toy_attention import swa_pool
+from fixtures.toys.toy_engine import PROMPTS as TOY_PROMPTS
+from fixtures.toys.toy_engine import spec_config, toy_engine
+from harness.attention.paged_backend import PagedBackend
+from harness.engine.hazards import Hazard, Operation, Queue
+from harness.engine.kv_lease import SlotTable
+from harness.engine.kv_manager import KVCacheManager
+from harness.engine.plan_stream import RecordedStreams
+from harness.engine.request import Request
+from harness.engine.shared_reads import observed
+from harness.subjects import SUBJECTS
+from harness.upstream.allocator import PagedAllocator, ReqToTokenPool
+from harness.upstream.base_attn_backend import SharedReadEnds
+
+TABLE = "req_to_token"
+each_family = pytest.mark.parametrize("family", sorted(BACKENDS))
+
+
+def recorded(
+    family: str, *, graphs: bool = True, streams: type[RecordedStreams] = RecordedStreams
+) -> RecordedStreams:
+    """The queues of an overlapping engine that has generated."""
+    recorded = streams()
+    engine = TinyPair(family).engine(spec_config(3, 4), graphs=graphs, streams=recorded)
+    engine.generate(PROMPTS[:2], 6)
+    return recorded
+
+
+def backend_of(family: str) -> type[PagedBackend]:
+    kind: type[PagedBackend] = SUBJECTS[BACKENDS[family]].backend
+    return kind
+
+
+def waited_for(streams: RecordedStreams) -> set[str]:
+    """The last main operations that writes of the scheduler, once it runs, waited for."""
+    main = [operation for operation in streams.issued if operation.queue is Queue.MAIN]
+    writes = [operation for operation in streams.issued if operation.queue is Queue.SCHEDULE]
+    return {main[operation.after[Queue.MAIN] - 1].name for operation in writes}
+
+
+def operations(streams: RecordedStreams, name: str) -> list[Operation]:
+    return [operation for operation in streams.issued if operation.name == name]
+
+
+@each_family
+def test_an_extend_that_shares_its_rounds_table_is_not_waited_for(family: str) -> None:
+    streams = recorded(family)
+    assert streams.hazards() == []
+    assert all(TABLE not in operation.reads for operation in operations(streams, "draft extend"))
+    assert waited_for(streams) == {"plan prefill", "plan draft extend", "prefill"}
+
+
+@each_family
+def test_an_eager_extend_of_a_backend_that_shares_is_waited_for(family: str) -> None:
+    """What a backend says is said of its graphs; three requests exceed the largest."""
+    streams = RecordedStreams()
+    engine = TinyPair(family).engine(spec_config(3, 4), graphs=True, streams=streams)
+    engine.generate(PROMPTS[:3], 6)
+    assert streams.hazards() == []
+    assert {"draft extend", "plan draft extend"} <= waited_for(streams)
+
+
+@each_family
+@pytest.mark.parametrize("graphs", [True, False], ids=["graph", "eager"])
+def test_any_other_extend_is_waited_for(
+    family: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_of(family), "shares_rounds", False)
+    streams = recorded(family, graphs=graphs)
+    assert streams.hazards() == []
+    # An eager forward, whatever its backend, reads what it has planned; nobody tells the scheduler.
+    assert (
+        any(TABLE in operation.reads for operation in operations(streams, "draft extend")) is graphs
+    )
+    assert waited_for(streams) == {"plan prefill", "draft extend", "prefill"}
+
+
+@each_family
+def test_reads_that_end_later_than_told_are_a_race(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As SGLang's draft extend told from 0.5.16 to 0.5.20, whose graph reads the table."""
+    monkeypatch.setattr(backend_of(family), "shares_rounds", False)
+    monkeypatch.setattr(PagedBackend, "shared_read_ends", lambda *_: SharedReadEnds.PRE_REPLAY)
+    found = recorded(family).hazards()
+    assert set(found) == {Hazard("WAR", "draft extend", "reserve", TABLE)}
+
+
+@each_family
+def test_a_prefill_that_reads_while_it_runs_is_a_race(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = backend_of(family)
+    original: Callable[..., torch.Tensor] = kind.forward_extend
+
+    def late(self: PagedBackend, *given: Any, **options: Any) -> torch.Tensor:
+        self.req_to_token_pool.req_to_token.clone()
+        return original(self, *given, **options)
+
+    monkeypatch.setattr(kind, "forward_extend", late)
+    found = recorded(family, graphs=False).hazards()
+    assert set(found) == {Hazard("WAR", "prefill", "reserve", TABLE)}
+
+
+class SchedulerRuns(RecordedStreams):
+    """A scheduler that waits for nobody."""
+
+    def wait_for_shared_reads(self) -> None:
+        """Forgotten."""
+
+
+class NobodyWaitsForIt(RecordedStreams):
+    """Forwards that do not wait for the scheduler."""
+
+    def wait(self, queue: Queue, other: Queue) -> None:
+        """Forgotten where it is the scheduler that is to be waited for."""
+        if other is not Queue.SCHEDULE:
+            super().wait(queue, other)
+
+
+def test_a_scheduler_that_runs_ahead_is_reported() -> None:
+    streams = SchedulerRuns()
+    toy_engine(spec_config(4, 3), streams=streams).engine.generate(TOY_PROMPTS[:2], 6)
+    readers = (
+        "plan prefill",
+        "lay out verify",
+        "plan verify",
+        "draft",
+        "verify",
+        "plan draft extend",
+    )
+    assert set(streams.hazards()) == {Hazard("WAR", name, "reserve", TABLE) for name in readers}
+
+
+def test_forwards_that_run_ahead_of_the_scheduler_are_reported() -> None:
+    streams = NobodyWaitsForIt()
+    toy_engine(spec_config(4, 3), streams=streams).engine.generate(TOY_PROMPTS[:2], 6)
+    raws = {hazard for hazard in streams.hazards() if hazard.kind == "RAW"}
+    readers = (
+        "plan prefill",
+        "lay out verify",
+        "plan verify",
+        "draft",
+        "verify",
+        "plan draft extend",
+    )
+    assert raws == {Hazard("RAW", "reserve", name, TABLE) for name in readers}
+
+
+def test_window_slots_are_given_back_behind_the_forward_that_reads_their_mapping() -> None:
+    pool, streams = swa_pool(), RecordedStreams()
+    pool.full_to_swa_index_mapping.zero_()
+    allocators = [PagedAllocator(pool.num_pages, pool.page_size) for _ in range(2)]
+    slots = SlotTable(ReqToTokenPool(2, 16), allocators[0], pool, allocators[1])
+    manager, request = KVCacheManager(slots, streams, None), Request([1, 2, 3], 4, None)
+    manager.admit(request, 4)
+    assert pool.full_to_swa_index_mapping.any()
+    streams.main("prefill", lambda: pool.full_to_swa_index_mapping.sum())
+    manager.release(request)
+    reserve, prefill, release = streams.issued
+    mapping = "full_to_swa_index_mapping"
+    assert (reserve.writes, release.writes) == ({TABLE, mapping}, {mapping})
+    assert prefill.reads == {mapping}
+    assert release.after[Queue.MAIN] == 1
+    assert not pool.full_to_swa_index_mapping.any()
+
+
+def test_an_operation_reads_what_it_is_given_and_a_view_is_no_read() -> None:
+    table, other = torch.arange(12).view(3, 4), torch.zeros(4, dtype=torch.int64)
+    shared = {"table": table, "other": other}
+    cases: dict[str, tuple[Callable[[], object], set[str]]] = {
+        "a row": (lambda: table[1].clone(), {"table"}),
+        "by index": (lambda: table[torch.tensor([0, 2])], {"table"}),
+        "a view": (lambda: table[1:, 2:].T, set()),
+        "both": (lambda: other.copy_(table[2]), {"table", "other"}),
+        "neither": (lambda: torch.ones(3) + 1, set()),
+    }
+    for said, (work, names) in cases.items():
+        result, read = observed(shared, work)
+        assert isinstance(result, torch.Tensor)
+        assert read == names, said
