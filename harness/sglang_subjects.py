@@ -76,8 +76,9 @@ class SGLangSubject(Subject):
 
     def reproduce(self, trial: str) -> str:
         """See ``Subject``."""
-        which = f"--source {self.source}" if self.source else self.release.version
-        return f"specgate upstream {which} -k '{trial}'"
+        others = "" if self.classes.name.startswith("trtllm") else " --all-backends"
+        source = f" -- --sglang-source {self.source}" if self.source else ""
+        return f"specgate upstream {self.release.version}{others} -k '{trial}'{source}"
 
     def numerics(self, device: torch.device | str) -> Numerics:
         """As of the backend; MHA prefill on SM90 is fmha_v2's, which takes its query in FP8."""
@@ -111,8 +112,22 @@ class SGLangSubject(Subject):
         return self.classes == TRITON and recent
 
 
+def _pads_after_plan(subject: SGLangSubject, case: Case, execution: Execution) -> bool:
+    """Whether sglang pads a planned batch, for other ranks of DP attention.
+
+    An eager draft extend marks its plan as final (``prepare_for_draft_extend``, #38580). What
+    FlashInfer's and Triton's kernels do with more queries than were planned was not looked at.
+    """
+    planned = case.mode is Mode.DRAFT_EXTEND_V2 and execution is Execution.EAGER
+    whole = case.padded_rows % case.num_draft_tokens == 0
+    kernels = subject.classes in (TRTLLM_MHA, TRTLLM_MLA)
+    return kernels and planned and whole and not case.pads_before_plan
+
+
 NOT_PRODUCED: dict[Callable[[SGLangSubject, Case, Execution], bool], str] = {
-    lambda _, case, __: case.padded_rows > 0: (
+    lambda subject, case, execution: (
+        case.padded_rows > 0 and not _pads_after_plan(subject, case, execution)
+    ): (
         "DP padding is done by sglang's worker, which plans again or truncates; not at this seam"
     ),
     lambda subject, case, _: (
