@@ -127,8 +127,13 @@ def _pads_after_plan(subject: SGLangSubject, case: Case, execution: Execution) -
 NOT_PRODUCED: dict[Callable[[SGLangSubject, Case, Execution], bool], str] = {
     lambda subject, case, execution: (
         case.padded_rows > 0 and not _pads_after_plan(subject, case, execution)
+    ): ("DP padding is done by sglang's worker, which plans again or truncates; not at this seam"),
+    lambda _, case, __: (
+        case.mode in (Mode.EXTEND, Mode.DECODE)
+        and max(case.total_lens, default=0) > case.max_context_len
     ): (
-        "DP padding is done by sglang's worker, which plans again or truncates; not at this seam"
+        "sglang's scheduler ends a request at context_len - 2 tokens; only drafts and their verify "
+        "reach on"
     ),
     lambda subject, case, _: (
         case.mode is Mode.MULTI_STEP_DRAFT
