@@ -83,8 +83,9 @@ class SGLangSubject(Subject):
 
     def reproduce(self, trial: str) -> str:
         """See ``Subject``."""
+        others = "" if self.classes.name.startswith("trtllm") else " --all-backends"
         source = f" --source {self.source}" if self.source else ""
-        return f"specgate upstream {self.release.version}{source} -k '{trial}'"
+        return f"specgate upstream {self.release.version}{others}{source} -k '{trial}'"
 
     def environment(self, device: torch.device | str) -> Environment:
         """See ``Subject``; a checkout has the release that it is closest to, and its folder."""
@@ -137,9 +138,30 @@ def _latent(case: Case) -> tuple[int, int]:
 
 
 TRITON_LATENTS = frozenset({(512, 64), (256, 32)})
+
+
+def _pads_after_plan(subject: SGLangSubject, case: Case, execution: Execution) -> bool:
+    """Whether sglang pads a planned batch, for other ranks of DP attention.
+
+    An eager draft extend marks its plan as final (``prepare_for_draft_extend``, #38580). What
+    FlashInfer's and Triton's kernels do with more queries than were planned was not looked at.
+    """
+    planned = case.mode is Mode.DRAFT_EXTEND_V2 and execution is Execution.EAGER
+    whole = case.padded_rows % case.num_draft_tokens == 0
+    kernels = subject.classes in (TRTLLM_MHA, TRTLLM_MLA)
+    return kernels and planned and whole and not case.pads_before_plan
+
+
 NOT_PRODUCED: dict[Callable[[SGLangSubject, Case, Execution], bool], str] = {
-    lambda _, case, __: case.padded_rows > 0: (
-        "DP padding is done by sglang's worker, which plans again or truncates; not at this seam"
+    lambda subject, case, execution: (
+        case.padded_rows > 0 and not _pads_after_plan(subject, case, execution)
+    ): ("DP padding is done by sglang's worker, which plans again or truncates; not at this seam"),
+    lambda _, case, __: (
+        case.mode in (Mode.EXTEND, Mode.DECODE)
+        and max(case.total_lens, default=0) > case.max_context_len
+    ): (
+        "sglang's scheduler ends a request at context_len - 2 tokens; only drafts and their verify "
+        "reach on"
     ),
     lambda subject, case, _: (
         case.mode is Mode.MULTI_STEP_DRAFT

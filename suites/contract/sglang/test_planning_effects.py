@@ -11,6 +11,7 @@ from harness.sglang.releases import find_release, source_of
 
 MEASURE = """
 import sys
+from fixtures.drivers.release_effects import count_effects
 from fixtures.tables import CASES
 from harness.core.case import Execution
 from harness.differential.planning_effects import planning_effects
@@ -21,16 +22,20 @@ case = CASES["mha-multi_step_draft-bs2_ragged"]
 subjects = sglang_subjects(find_release(sys.argv[1]))
 subject = next(s for s in subjects if s.name.endswith("trtllm_mha/trtllm_gen"))
 effects = planning_effects(subject, case, Execution.GRAPH)
-print(len(effects.host_syncs), effects.operations.total() > 0)
+record = count_effects(case, subject, Execution.GRAPH)
+told = "host_planning" in record.message, "host_syncs" in record.message
+print(len(effects.host_syncs), effects.operations.total(), record.verdict, *told)
 """
 
 
 @pytest.mark.parametrize(
     ("version", "expected"),
     [
-        pytest.param("0.5.13", "4 True", id="0.5.13_reads_the_device_once_per_step"),
-        pytest.param("0.5.14", "0 True", id="0.5.14_reads_nothing"),
-        pytest.param("0.5.16", "0 False", id="0.5.16_plans_in_the_graph"),
+        pytest.param(
+            "0.5.13", "4 72 over_budget True True", id="0.5.13_reads_the_device_once_per_step"
+        ),
+        pytest.param("0.5.14", "0 40 over_budget True False", id="0.5.14_reads_nothing"),
+        pytest.param("0.5.16", "0 0 passed False False", id="0.5.16_plans_in_the_graph"),
     ],
 )
 def test_replay_preparation_of_a_draft(version: str, expected: str) -> None:
