@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from fixtures.fakes.fake_gpu import INSTALLED, pretend
 from fixtures.pytest_plugin import gpu_lane
 from harness.core.paths import ROOT
 from harness.kernels.packages import WANTED
+from suites.upstream import conftest
 
 pytest_plugins = ["pytester"]
 
@@ -177,3 +179,17 @@ def test_what_is_checked_is_what_the_extra_installs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     gpu = project["optional-dependencies"]["gpu"]
     assert gpu == ["==".join(wanted.split()) for wanted in WANTED.values()]
+
+
+@pytest.mark.parametrize(
+    ("device", "release", "left_out"),
+    [("cuda", None, True), ("cuda:1", "0.5.16", None), ("cpu", None, None)],
+)
+def test_a_gpu_lane_counts_no_trial_of_a_release_that_nobody_named(
+    device: str, release: str | None, left_out: bool | None
+) -> None:
+    options = {"--device": device, "--release": release}
+    config = SimpleNamespace(getoption=options.__getitem__)
+    test = ROOT / "suites/upstream/test_releases.py"
+    assert conftest.pytest_ignore_collect(test, config) is left_out
+    assert conftest.pytest_ignore_collect(ROOT / "suites/upstream", config) is None
