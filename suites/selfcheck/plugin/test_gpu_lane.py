@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -189,7 +190,7 @@ def test_a_gpu_lane_counts_no_trial_of_a_release_that_nobody_named(
     device: str, release: str | None, left_out: bool | None
 ) -> None:
     options = {"--device": device, "--release": release}
-    config = SimpleNamespace(getoption=options.__getitem__)
+    config: Any = SimpleNamespace(getoption=options.__getitem__)
     test = ROOT / "suites/upstream/test_releases.py"
     assert conftest.pytest_ignore_collect(test, config) is left_out
     assert conftest.pytest_ignore_collect(ROOT / "suites/upstream", config) is None
