@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import time
@@ -27,6 +28,7 @@ def acted(case: Case, subject: Subject, execution: Execution) -> Record:
     """What the case's id says; red where an earlier trial of this process left something."""
     match case.id.split("-"):
         case ["kill", name]:
+            faulthandler.disable()  # pytest's would write a traceback into the log
             os.kill(os.getpid(), signal.Signals[name])
         case ["exit", code]:
             os._exit(int(code))
