@@ -11,6 +11,8 @@ import torch
 from harness.core.conventions import OURS, Conventions
 from harness.differential.invariants.classes import GEOMETRY, INDEX_SPACE, LENGTHS, PADDING
 
+SHOWN_PAGES = 16
+
 
 def check_metadata(
     metadata: Any,
@@ -116,9 +118,19 @@ def _table(
         if outside:
             found.append(f"{name}[{r}] names page {outside[0]} of {num_pages} [{INDEX_SPACE}]")
         elif r < len(pages) and row[:count] != list(pages[r][:count]):
-            own = f"{row[:count]}, expected {list(pages[r][:count])}"
+            own = _differing(row[:count], list(pages[r][:count]))
             found.append(f"{name}[{r}] has live pages {own} [{INDEX_SPACE}]")
         elif zero_tail and r < len(pages) and any(row[count:]):
             dead = f"{row[count:]} after {count} live pages, expected zeros"
             found.append(f"{name}[{r}] has {dead} [{PADDING}]")
     return found
+
+
+def _differing(obtained: list[int], expected: list[int]) -> str:
+    """Both rows of a table; of long ones a few columns from the first that differs."""
+    if len(expected) <= SHOWN_PAGES:
+        return f"{obtained}, expected {expected}"
+    pairs = enumerate(zip(obtained, expected, strict=False))
+    first = next((i for i, (a, b) in pairs if a != b), len(expected))
+    some = slice(first, first + SHOWN_PAGES)
+    return f"{obtained[some]} from column {first} on, expected {expected[some]}"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from harness.errors import KernelRefusal, rejected
 from harness.kernels.checked import CheckedKernel, KernelFunction
@@ -28,6 +29,10 @@ from harness.sglang.stubs.wrappers import (
 )
 
 MHA_DIM = 4
+SEMAPHORE_BYTES = 8 << 20
+"""Of XQA, at the start of its workspace: zero before a launch, zero after it."""
+SCRATCH_BYTES = 1 << 12
+"""What a prefill leaves in its workspace here; on a GPU it is more."""
 _serving: list[CheckedKernel] = []
 
 
@@ -84,6 +89,27 @@ def _filled(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     return result if out is None else out.copy_(result.view_as(out))
 
 
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Inside, neither tapes nor observers see what a stand-in does beside the kernel."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+def _check_semaphores(entry: str, workspace: torch.Tensor) -> None:
+    """Refuse what a kernel that shares the workspace has left where XQA counts."""
+    with _unseen():
+        left = workspace.view(torch.uint8)[:SEMAPHORE_BYTES].count_nonzero().item()
+    if left:
+        told = rejected("workspace_buffer", f"{left} bytes left by another kernel", "zeros")
+        raise KernelRefusal(f"{entry}: {told} [workspace]")
+
+
+def _leave_scratch(workspace: torch.Tensor) -> None:
+    with _unseen():
+        workspace.view(torch.uint8)[:SCRATCH_BYTES].fill_(1)
+
+
 def _refuse(entry: str, **arguments: object) -> None:
     """Refuse every argument that is given: the reference has nothing that serves it."""
     for name, value in arguments.items():
@@ -118,6 +144,8 @@ def trtllm_batch_decode_with_kv_cache(
     """Uniform decode over paged MHA keys, XQA's or trtllm-gen's by the kernel's capability."""
     entry = "trtllm_batch_decode_with_kv_cache"
     _refuse(entry, kv_cache_sf=kv_cache_sf, cum_seq_lens_q=cum_seq_lens_q, max_q_len=max_q_len)
+    if _kernel().capability.needs_packed_mask:
+        _check_semaphores(entry, workspace_buffer)
     caches = _paged(kv_cache, kv_layout)
     kernel, host_scale = _on(_kernel(), bmm1_scale)
     call = DecodeCall(
@@ -217,6 +245,7 @@ def trtllm_fmha_v2_prefill(
     elif block_tables.dim() == 3:
         tables = block_tables[:, 0].contiguous()
     kernel = _kernel()
+    _leave_scratch(workspace_buffer)
     # Another kernel than XQA, which takes an FP8 query over an FP8 cache.
     fmha_v2 = replace(kernel.capability, name="fmha_v2", casts_query_to_kv_dtype=True)
     with served_by(TorchPaged(fmha_v2)):

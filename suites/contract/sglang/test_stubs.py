@@ -103,3 +103,26 @@ def test_positions_of_another_batch_are_refused() -> None:
             torch.zeros(8, 4),
             torch.tensor([0, 1]),
         )
+
+
+def xqa_decode(workspace: torch.Tensor) -> torch.Tensor:
+    """One request of two keys on XQA."""
+    cache = torch.ones(2, 1, 16, 64, dtype=torch.bfloat16)
+    with served_by(TorchPaged(CAPABILITIES[Family.MHA, "xqa"])):
+        return trtllm_batch_decode_with_kv_cache(
+            torch.ones(1, 2, 64, dtype=torch.bfloat16),
+            (cache, cache),
+            workspace,
+            torch.tensor([[1]], dtype=torch.int32),
+            torch.tensor([2], dtype=torch.int32),
+            16,
+        )
+
+
+def test_xqa_refuses_a_workspace_whose_semaphores_another_kernel_overwrote() -> None:
+    workspace = torch.zeros((8 << 20) + 64, dtype=torch.uint8)
+    workspace[8 << 20 :] = 7
+    assert torch.equal(xqa_decode(workspace), torch.ones(1, 2, 64, dtype=torch.bfloat16))
+    workspace[(8 << 20) - 1] = 1
+    with pytest.raises(KernelRefusal, match=r"workspace_buffer = '1 bytes left by another kernel'"):
+        xqa_decode(workspace)

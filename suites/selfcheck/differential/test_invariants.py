@@ -214,3 +214,21 @@ def test_writes_land_in_their_slots_and_nowhere_else(dtype):
         "k0 slot 17 (page 1) and 0 more: was not written [index space or capacity]",
     ]
     assert check({}, [3]) == ["k0 has no expected slots or is gone [index space or capacity]"]
+
+
+def test_of_a_long_table_a_few_columns_are_told_from_the_first_that_differs() -> None:
+    pages = list(range(1, 41))
+    wrong = [*pages[:30], *reversed(pages[30:])]
+    metadata = SimpleNamespace(
+        cache_seqlens_int32=torch.tensor([640], dtype=torch.int32),
+        cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32),
+        cu_seqlens_k=torch.tensor([0, 640], dtype=torch.int32),
+        page_table=torch.tensor([wrong], dtype=torch.int32),
+        swa_page_table=None,
+        max_seq_len_q=1,
+    )
+    (line,) = check_metadata(
+        metadata, prefix_lens=[639], q_lens=[1], pages=[pages], page_size=16, num_pages=64
+    )
+    told = f"{wrong[30:]} from column 30 on, expected {pages[30:]}"
+    assert line == f"page_table[0] has live pages {told} [index space or capacity]"
