@@ -203,3 +203,18 @@ def test_an_impossible_device_is_refused(capsys: pytest.CaptureFixture[str]) -> 
     assert ended.value.code == 2
     told = capsys.readouterr().err
     assert "--device = 'tpu' is not accepted; accepted: cpu or cuda[:INDEX]" in told
+
+
+@pytest.mark.parametrize("release", RELEASES.values(), ids=lambda release: release.version)
+def test_most_rows_of_a_releases_modes_are_run(release: Release) -> None:
+    run: dict[tuple[str, str], dict[str, bool]] = {}
+    for case, subject, execution in upstream_trials(sglang_subjects(release)):
+        lacks_mode = case.mode is Mode.DRAFT_EXTEND and not release.has_draft_extend_v1
+        if subject.kernel != INTERPRETED and not lacks_mode:
+            rows = run.setdefault((subject.classes.name, subject.family), {})
+            is_run = subject.refusal(case, execution) is None
+            rows[case.id] = rows.get(case.id, False) or is_run
+    assert len(run) == 6
+    for (name, family), rows in run.items():
+        least = 0.9 if name.startswith("trtllm") else 0.8
+        assert sum(rows.values()) >= least * len(rows), (name, family)
