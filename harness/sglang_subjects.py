@@ -83,7 +83,7 @@ class SGLangSubject(Subject):
 
     def reproduce(self, trial: str) -> str:
         """See ``Subject``."""
-        others = "" if self.classes.name.startswith("trtllm") else " --all-backends"
+        others = "" if self.classes.is_trtllm else " --all-backends"
         source = f" --source {self.source}" if self.source else ""
         return f"specgate upstream {self.release.version}{others}{source} -k '{trial}'"
 

@@ -55,6 +55,11 @@ class Classes:
     takes_rope: bool = True
     masks_verify: bool = False
 
+    @property
+    def is_trtllm(self) -> bool:
+        """Whether it is one of the TensorRT-LLM backends, which run unless others are asked for."""
+        return self.name.startswith("trtllm")
+
 
 TRTLLM_MHA = Classes(
     "trtllm_mha",

@@ -11,7 +11,7 @@ import torch
 from fixtures.drivers.cuda_trials import cuda_trial, keeps_device
 from fixtures.drivers.release_effects import count_effects
 from fixtures.plan import effect_trials, upstream_trials
-from fixtures.tables.findings import FINDINGS, find_finding
+from fixtures.tables.findings import EFFECTS, FINDINGS, find_finding
 from harness.core.case import Case, Execution
 from harness.core.record import Record, Verdict
 from harness.differential.isolated import TrialProcess
@@ -38,7 +38,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ]
         counted = metafunc.function.__name__ == test_effects.__name__
         trials = effect_trials(subjects) if counted else upstream_trials(subjects)
-        name = "effects-" if counted else ""
+        name = EFFECTS if counted else ""
         planned = [pytest.param(c, s, e, id=f"{name}{c.id}-{s.name}-{e}") for c, s, e in trials]
     if not planned:
         reason = "needs --release VERSION: specgate upstream"
