@@ -292,9 +292,8 @@ class SGLangBackend(AttentionBackend):
     def _rotates(self, batch: ForwardBatch) -> bool:
         """Whether the model leaves the rotation of query and key to this backend."""
         mode, runner = batch.forward_mode, self.runner
-        fuses = runner.use_mla_backend and runner.takes_rope and active().fuses_mla_rope
         serves = mode.is_decode() or mode is ForwardMode.TARGET_VERIFY
-        return fuses and serves and runner.kv_cache_dtype == FP8
+        return bool(runner.fuses_rope) and serves and runner.kv_cache_dtype == FP8
 
     def _is_decompressed(self, layer: RadixAttention) -> bool:
         """Whether a prefill without a prefix runs on heads of its own instead of the latent."""
@@ -418,4 +417,5 @@ def _runner(
         device=device,
     )
     runner.takes_rope, runner.masks_verify = classes.takes_rope, classes.masks_verify
+    runner.fuses_rope = classes is TRTLLM_MLA and active().fuses_mla_rope
     return runner
