@@ -176,6 +176,12 @@ NOT_PRODUCED: dict[Callable[[SGLangSubject, Case, Execution], bool], str] = {
         and case.mode in (Mode.DRAFT_EXTEND, Mode.DRAFT_EXTEND_V2)
         and execution is Execution.GRAPH
     ): "sglang captures no draft extend on flashinfer's MLA (eagle_worker_v2.py lists who can)",
+    lambda subject, case, execution: (
+        subject.classes == FLASHINFER_MHA
+        and subject.release.has_draft_extend_v1
+        and case.mode is Mode.DRAFT_EXTEND_V2
+        and execution is Execution.GRAPH
+    ): "this release captures no draft extend v2 on flashinfer (eagle_worker_v2.py lists who can)",
     lambda subject, case, _: (
         subject.classes == TRTLLM_MHA
         and subject.kernel == XQA

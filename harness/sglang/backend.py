@@ -13,7 +13,13 @@ import torch
 from harness.core.case import Case
 from harness.graphs.effects import Effects, observe
 from harness.kernels.checked import CheckedKernel
-from harness.sglang.batches import new_batch, new_layer, served_batch, with_host_lens
+from harness.sglang.batches import (
+    at_full_width,
+    new_batch,
+    new_layer,
+    served_batch,
+    with_host_lens,
+)
 from harness.sglang.context import publish
 from harness.sglang.graph_planning import (
     needs_host_lens,
@@ -208,7 +214,7 @@ class SGLangBackend(AttentionBackend):
     ) -> None:
         """The host side of planning."""
         if in_capture:
-            batch = with_host_lens(batch)
+            batch = at_full_width(with_host_lens(batch))
         self.planned = new_batch(batch, self.runner, batch.out_cache_loc)
         with observed(self), on_device(self.runner):
             plan_out_of_graph(self.theirs, self.planned, in_capture)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -67,6 +67,18 @@ def with_host_lens(batch: ForwardBatch) -> ForwardBatch:
     """The batch of a capture, whose lengths are all padding and therefore known to the host."""
     on_host = batch.seq_lens.to("cpu", torch.int64, copy=True)
     return batch.with_changes(seq_lens_cpu=on_host, seq_lens_sum=int(on_host.sum()))
+
+
+def at_full_width(batch: ForwardBatch) -> ForwardBatch:
+    """A draft extend v1 as ``EAGLEDraftExtendCudaGraphRunner`` captures it: every token accepted."""
+    spec = batch.spec_info
+    if batch.forward_mode is not ForwardMode.DRAFT_EXTEND:
+        return batch
+    assert isinstance(spec, EagleDraftExtendInput)
+    lens = torch.full_like(spec.num_accept_tokens, spec.num_tokens_per_req)
+    return batch.with_changes(
+        spec_info=replace(spec, num_accept_tokens=lens), extend_seq_lens=lens
+    )
 
 
 def _extend_lens(batch: ForwardBatch) -> dict[str, Any]:
