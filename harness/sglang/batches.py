@@ -70,15 +70,13 @@ def with_host_lens(batch: ForwardBatch) -> ForwardBatch:
 
 
 def at_full_width(batch: ForwardBatch) -> ForwardBatch:
-    """A draft extend v1 as ``EAGLEDraftExtendCudaGraphRunner`` captures it: every token accepted."""
+    """A draft extend v1 as ``EAGLEDraftExtendCudaGraphRunner`` captures it: all are accepted."""
     spec = batch.spec_info
     if batch.forward_mode is not ForwardMode.DRAFT_EXTEND:
         return batch
     assert isinstance(spec, EagleDraftExtendInput)
     lens = torch.full_like(spec.num_accept_tokens, spec.num_tokens_per_req)
-    return batch.with_changes(
-        spec_info=replace(spec, num_accept_tokens=lens), extend_seq_lens=lens
-    )
+    return batch.with_changes(spec_info=replace(spec, num_accept_tokens=lens), extend_seq_lens=lens)
 
 
 def _extend_lens(batch: ForwardBatch) -> dict[str, Any]:
