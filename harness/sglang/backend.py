@@ -423,5 +423,5 @@ def _runner(
         device=device,
     )
     runner.takes_rope, runner.masks_verify = classes.takes_rope, classes.masks_verify
-    runner.fuses_rope = classes is TRTLLM_MLA and active().fuses_mla_rope
+    runner.fuses_rope = classes == TRTLLM_MLA and active().fuses_mla_rope
     return runner
