@@ -99,7 +99,11 @@ def unpack(bundle: Path, cache: Path) -> Path:
             if hasattr(tarfile, "data_filter"):  # Python 3.11.4; the digest vouches for the parts
                 tar.extraction_filter = tarfile.data_filter
             tar.extractall(unfinished)
-        unfinished.rename(site)
+        try:
+            unfinished.rename(site)
+        except OSError:
+            if not site.is_dir():  # else another run on the same cache was first
+                raise
     return site
 
 

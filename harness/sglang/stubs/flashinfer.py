@@ -99,9 +99,10 @@ def _unseen() -> Iterator[None]:
 def _check_semaphores(entry: str, workspace: torch.Tensor) -> None:
     """Refuse what a kernel that shares the workspace has left where XQA counts."""
     with _unseen():
-        left = workspace.view(torch.uint8)[:SEMAPHORE_BYTES].count_nonzero().item()
+        semaphores = workspace.view(torch.uint8)[:SEMAPHORE_BYTES].view(torch.int64)
+        left = semaphores.count_nonzero().item()
     if left:
-        told = rejected("workspace_buffer", f"{left} bytes left by another kernel", "zeros")
+        told = rejected("workspace_buffer", f"{left} words left by another kernel", "zeros")
         raise KernelRefusal(f"{entry}: {told} [workspace]")
 
 

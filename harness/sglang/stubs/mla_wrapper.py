@@ -96,9 +96,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         self._batch_size, self._causal, self._sm_scale = bs, causal, sm_scale
         self._cached_module = MLAModule()
         self._plan_info = self._cached_module.plan(
-            self._float_workspace_buffer,
-            self._int_workspace_buffer,
-            self._pin_memory_int_workspace_buffer,
+            *self._workspaces,
             qo_indptr.to("cpu"),
             kv_indptr.to("cpu"),
             kv_len_arr.to("cpu"),
@@ -145,7 +143,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             mask_indptr=None,
             is_causal=self._causal,
             window_left=-1,
-            scale=self._scale(q_nope, None),
+            scale=self._softmax_scale(q_nope),
             out_scale=1.0,
             out_dtype=q_nope.dtype,
         )

@@ -55,12 +55,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         self._keep(_qo_indptr_buf=qo_indptr, _kv_indptr_buf=kv_indptr)
         self._cached_module = CompiledModule()
         self._plan_info = self._cached_module.plan(
-            self._float_workspace_buffer,
-            self._int_workspace_buffer,
-            self._pin_memory_int_workspace_buffer,
-            qo_host,
-            kv_host,
-            kv_host.diff(),
+            *self._workspaces, qo_host, kv_host, kv_host.diff()
         )
         self._causal, self._window_left = causal, window_left
         self._planned_window = window_left
@@ -71,33 +66,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool = False
     ) -> Any:
         """[T, heads, value dim] in the query's dtype, and with it what ``return_lse`` asks for."""
-        self._checked(q, k, v)
-        rows, dim = self._qo_indptr_last, self._value_dim
-        refuse_unless(
-            type(self).__name__,
-            [
-                (q.shape[0] == rows, "q rows", q.shape[0], f"{rows}, qo_indptr[-1]"),
-                (v.shape[2] == dim, "v.head_dim", v.shape[2], f"{dim}, as planned"),
-            ],
-        )
-        out, lse = csr_attention(
-            q=q,
-            keys=k,
-            values=v,
-            qo_indptr=self._qo_indptr_buf,
+        dim = self._value_dim
+        same = (v.shape[2] == dim, "v.head_dim", v.shape[2], f"{dim}, as planned")
+        refuse_unless(type(self).__name__, [same])
+        return self._attend(
+            q,
+            k,
+            v,
             kv_indptr=self._kv_indptr_buf,
-            kv_indices=None,
-            kv_lens=None,
-            planned=self._int_workspace_buffer,
-            packed_mask=None,
-            mask_indptr=None,
             is_causal=self._causal,
-            window_left=self._masked_window,
-            scale=self._scale(q, None),
-            out_scale=1.0,
-            out_dtype=self._cached_o_data_type or q.dtype,
+            return_lse=return_lse,
         )
-        return (out, lse) if return_lse else out
 
 
 def merge_state(

@@ -78,6 +78,7 @@ class Wrapper:
     workspace_rows = 2
     begin_forward: Any
     run: Any
+    _qo_indptr_buf: Any
 
     def __init__(
         self,
@@ -182,9 +183,54 @@ class Wrapper:
         # A kernel has the window's mask compiled in where its plan asked for a window.
         return self._window_left if self._planned_window >= 0 else -1
 
-    def _scale(self, q: torch.Tensor, k_scale: float | None) -> float:
-        scale = q.shape[-1] ** -0.5 if self._sm_scale is None else self._sm_scale
-        return scale * (1.0 if k_scale is None else k_scale)
+    def _softmax_scale(self, q: torch.Tensor) -> float:
+        return q.shape[-1] ** -0.5 if self._sm_scale is None else self._sm_scale
+
+    @property
+    def _workspaces(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return (
+            self._float_workspace_buffer,
+            self._int_workspace_buffer,
+            self._pin_memory_int_workspace_buffer,
+        )
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor | None = None,
+        is_causal: bool = False,
+        packed_mask: torch.Tensor | None = None,
+        mask_indptr: torch.Tensor | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        self._checked(q, keys, values)
+        rows = self._qo_indptr_last
+        whole = (q.shape[0] == rows, "q rows", q.shape[0], f"{rows}, qo_indptr[-1]")
+        refuse_unless(type(self).__name__, [whole])
+        out, lse = csr_attention(
+            q=q,
+            keys=keys,
+            values=values,
+            qo_indptr=self._qo_indptr_buf,
+            kv_indptr=kv_indptr,
+            kv_indices=kv_indices,
+            kv_lens=None,
+            planned=self._int_workspace_buffer,
+            packed_mask=packed_mask,
+            mask_indptr=mask_indptr,
+            is_causal=is_causal,
+            window_left=self._masked_window,
+            scale=self._softmax_scale(q) * (1.0 if k_scale is None else k_scale),
+            out_scale=1.0 if v_scale is None else v_scale,
+            out_dtype=self._cached_o_data_type or q.dtype,
+        )
+        return (out, lse) if return_lse else out
 
 
 class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
@@ -253,12 +299,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         self._keep_mask(custom_mask, qo_host, kv_host)
         self._cached_module = CompiledModule()
         self._plan_info = self._cached_module.plan(
-            self._float_workspace_buffer,
-            self._int_workspace_buffer,
-            self._pin_memory_int_workspace_buffer,
-            qo_host,
-            kv_host,
-            kv_host.diff(),
+            *self._workspaces, qo_host, kv_host, kv_host.diff()
         )
         self._causal, self._window_left = causal, window_left
         self._planned_window = window_left
@@ -289,29 +330,18 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         return_lse: bool = False,
     ) -> Any:
         """[T, heads, head_dim] in the query's dtype, and with it what ``return_lse`` asks for."""
-        keys, values = (token_pages(cache) for cache in paged_kv_cache)
-        self._checked(q, keys, values)
-        accepted = f"{self._qo_indptr_last}, qo_indptr[-1]"
-        is_whole = q.shape[0] == self._qo_indptr_last
-        refuse_unless(type(self).__name__, [(is_whole, "q rows", q.shape[0], accepted)])
-        out, lse = csr_attention(
-            q=q,
-            keys=keys,
-            values=values,
-            qo_indptr=self._qo_indptr_buf,
+        return self._attend(
+            q,
+            *map(token_pages, paged_kv_cache),
             kv_indptr=self._paged_kv_indptr_buf,
             kv_indices=self._paged_kv_indices_buf,
-            kv_lens=None,
-            planned=self._int_workspace_buffer,
+            is_causal=self._causal,
             packed_mask=self._custom_mask_buf,
             mask_indptr=self._mask_indptr_buf,
-            is_causal=self._causal,
-            window_left=self._masked_window,
-            scale=self._scale(q, k_scale),
-            out_scale=1.0 if v_scale is None else v_scale,
-            out_dtype=self._cached_o_data_type or q.dtype,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            return_lse=return_lse,
         )
-        return (out, lse) if return_lse else out
 
 
 class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
@@ -397,14 +427,9 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         bs = self._qo_indptr_last = len(last_page_len)
         if not self._use_cuda_graph:
             self._qo_indptr_buf = _arange(bs + 1)
-        workspaces = (
-            self._float_workspace_buffer,
-            self._int_workspace_buffer,
-            self._pin_memory_int_workspace_buffer,
-        )
         host = indptr_host[: bs + 1]
         lens = (_arange(bs + 1), host, host.diff()) if self.use_tensor_cores else (host,)
-        self._plan_info = self._cached_module.plan(*workspaces, *lens)
+        self._plan_info = self._cached_module.plan(*self._workspaces, *lens)
 
     def run(
         self,
@@ -416,29 +441,15 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         return_lse: bool = False,
     ) -> Any:
         """[bs, heads, head_dim] in the query's dtype, and with it what ``return_lse`` asks for."""
-        keys, values = (token_pages(cache) for cache in paged_kv_cache)
-        self._checked(q, keys, values)
-        accepted = f"{self._qo_indptr_last}, one for each request"
-        is_whole = q.shape[0] == self._qo_indptr_last
-        refuse_unless(type(self).__name__, [(is_whole, "q rows", q.shape[0], accepted)])
-        out, lse = csr_attention(
-            q=q,
-            keys=keys,
-            values=values,
-            qo_indptr=self._qo_indptr_buf,
+        return self._attend(
+            q,
+            *map(token_pages, paged_kv_cache),
             kv_indptr=self._paged_kv_indptr_buf,
             kv_indices=self._paged_kv_indices_buf,
-            kv_lens=None,
-            planned=self._int_workspace_buffer,
-            packed_mask=None,
-            mask_indptr=None,
-            is_causal=False,
-            window_left=self._masked_window,
-            scale=self._scale(q, k_scale),
-            out_scale=1.0 if v_scale is None else v_scale,
-            out_dtype=self._cached_o_data_type or q.dtype,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            return_lse=return_lse,
         )
-        return (out, lse) if return_lse else out
 
 
 def fast_decode_plan(

@@ -124,5 +124,5 @@ def test_xqa_refuses_a_workspace_whose_semaphores_another_kernel_overwrote() -> 
     workspace[8 << 20 :] = 7
     assert torch.equal(xqa_decode(workspace), torch.ones(1, 2, 64, dtype=torch.bfloat16))
     workspace[(8 << 20) - 1] = 1
-    with pytest.raises(KernelRefusal, match=r"workspace_buffer = '1 bytes left by another kernel'"):
+    with pytest.raises(KernelRefusal, match=r"workspace_buffer = '1 words left by another kernel'"):
         xqa_decode(workspace)

@@ -99,6 +99,23 @@ def test_bundle_is_unpacked_once(wheel: Path, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [site.name]
 
 
+def test_of_two_that_unpack_at_once_the_first_is_kept(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle.build(tmp_path / "out", 1 << 20)
+    rename = Path.rename
+
+    def second(path: Path, target: Path) -> Path:
+        target.mkdir()
+        (target / "mark").touch()
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", second)
+    site = run.unpack(tmp_path / "out", tmp_path / "cache")
+    assert files(site) == {"mark"}
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [site.name]
+
+
 def lose(parts: list[Path]) -> None:
     parts[1].unlink()
 
