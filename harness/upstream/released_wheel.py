@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.core.argument_types import CommandLine
-from harness.errors import UsageError
+from harness.errors import UsageError, rejected
 from harness.upstream.stub_modules import alone
 
 BACKEND = "sglang.srt.layers.attention.trtllm_mha_backend"
@@ -45,12 +45,23 @@ class Wheel:
     Args:
         version: of sglang.
         modules: extracted, the backend first.
-        reads_host: whether planning reads lengths on the host.
     """
 
     version: str
     modules: tuple[str, ...]
-    reads_host: bool = False
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> Wheel:
+        """Of a whole release or checkout: the backend and every module named after it.
+
+        Raises:
+            UsageError: it has no such backend.
+        """
+        files = (folder / "sglang").rglob("trtllm_mha_*.py")
+        names = {".".join(file.relative_to(folder).with_suffix("").parts) for file in files}
+        if BACKEND not in names:
+            raise UsageError(rejected("sglang", str(folder), f"a folder that holds {BACKEND}"))
+        return cls(str(folder), (BACKEND, *sorted(names - {BACKEND})))
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -62,7 +73,7 @@ _OPS = "sglang.kernels.ops"
 WHEELS = {
     wheel.version: wheel
     for wheel in (
-        Wheel("0.5.13", (BACKEND,), reads_host=True),
+        Wheel("0.5.13", (BACKEND,)),
         Wheel("0.5.14", (BACKEND, "sglang.srt.layers.attention.triton_ops.trtllm_mha_page_table")),
         Wheel("0.5.16", (BACKEND, f"{_OPS}.kvcache.trtllm_mha_graph_metadata")),
         Wheel("0.5.23", (BACKEND, f"{_OPS}.attention.trtllm_mha_graph_metadata")),
@@ -139,13 +150,17 @@ def located(wheel: Wheel) -> Path:
     raise UsageError(f"sglang {wheel.version} is not in {folder} ({reason}); {how}")
 
 
-def load(wheel: Wheel) -> Any:
+def load(wheel: Wheel, folder: Path | None = None) -> Any:
     """The release's MHA backend class; only its metadata methods can be used.
+
+    Args:
+        wheel: the release.
+        folder: holds its files; where they are kept if None.
 
     Raises:
         UsageError: its files are missing.
     """
-    with alone(located(wheel)):
+    with alone(folder or located(wheel), wheel.modules):
         return getattr(import_module(BACKEND), CLASS)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -32,16 +32,16 @@ class _StubModule(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Path, modules: Collection[str]) -> None:
+        self._root, self._modules = root, modules
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname.partition(".")[0] != PACKAGE:
             return None
-        file = self._root / (fullname.replace(".", "/") + ".py")
-        if file.is_file():
+        if fullname in self._modules:
+            file = self._root / (fullname.replace(".", "/") + ".py")
             return spec_from_file_location(fullname, file)
         return ModuleSpec(fullname, self, is_package=True)
 
@@ -53,13 +53,14 @@ class _Finder(MetaPathFinder, Loader):
 
 
 @contextmanager
-def alone(root: Path) -> Iterator[None]:
-    """Inside, modules of sglang are the files under ``root``, or stubs; an installed one returns.
+def alone(root: Path, modules: Collection[str]) -> Iterator[None]:
+    """Inside, ``modules`` of sglang are files, every other is a stub; an installed one returns.
 
     Args:
         root: holds ``sglang/…``, as a wheel does.
+        modules: their names, ``sglang.…``.
     """
-    finder, held = _Finder(root), _taken()
+    finder, held = _Finder(root, modules), _taken()
     sys.meta_path.insert(0, finder)
     try:
         yield

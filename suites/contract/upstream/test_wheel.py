@@ -139,6 +139,51 @@ def test_stale_pages_after_a_request_are_no_difference(folder: Path, scene: Scen
     assert disagreements(theirs.parts(), ours.parts()) == []
 
 
+def test_a_checkout_is_loaded_by_what_is_named_after_the_backend(
+    tmp_path: Path, scene: Scene
+) -> None:
+    attention = tmp_path / "sglang/srt/layers/attention"
+    attention.mkdir(parents=True)
+    (tmp_path / "sglang/__init__.py").write_text("raise RuntimeError('imported')")
+    (attention / "trtllm_mha_fill.py").write_text(FILL)
+    near = BACKEND.replace("sglang.kernels.fill", "sglang.srt.layers.attention.trtllm_mha_fill")
+    (attention / "trtllm_mha_backend.py").write_text(near)
+    wheel = Wheel.of_folder(tmp_path)
+    assert wheel.modules == (
+        "sglang.srt.layers.attention.trtllm_mha_backend",
+        "sglang.srt.layers.attention.trtllm_mha_fill",
+    )
+    ours, theirs = OwnIteration(scene), ReleasedIteration(wheel, scene, tmp_path)
+    ours.record()
+    theirs.record()
+    assert disagreements(theirs.parts(), ours.parts()) == []
+    assert not theirs.reads_host
+
+
+def test_a_release_that_reads_lengths_on_the_host_is_given_them(
+    tmp_path: Path, scene: Scene
+) -> None:
+    path = tmp_path / "sglang/srt/layers/attention/trtllm_mha_backend.py"
+    path.parent.mkdir(parents=True)
+    takes = "seq_lens, forward_mode, spec_info"
+    text = BACKEND.replace(takes, f"{takes}, seq_lens_cpu").replace("from sglang.kernels.fill", "#")
+    path.write_text(text.replace("fill(self", "(lambda t, r, p: t[r][:, ::p] // p)(self"))
+    theirs = ReleasedIteration(Wheel.of_folder(tmp_path), scene, tmp_path)
+    assert theirs.reads_host
+    theirs.record()
+    assert theirs.parts()[2].lengths.tolist() == (scene.seq_lens + 4).tolist()
+
+
+def test_a_release_that_plans_otherwise_is_refused(tmp_path: Path, scene: Scene) -> None:
+    with pytest.raises(UsageError, match=r"a folder that holds sglang\.srt"):
+        Wheel.of_folder(tmp_path)
+    path = tmp_path / "sglang/srt/layers/attention/trtllm_mha_backend.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("class TRTLLMHAAttnBackend: pass")
+    with pytest.raises(UsageError, match="accepted: a backend with _apply_cuda_graph_metadata"):
+        ReleasedIteration(Wheel.of_folder(tmp_path), scene, tmp_path)
+
+
 def stand_in(monkeypatch: pytest.MonkeyPatch, archive: Path | None) -> list[list[str]]:
     calls: list[list[str]] = []
 
@@ -207,5 +252,4 @@ def test_wheels_fills_a_folder_with_every_release(
 def test_every_release_has_its_backend_first() -> None:
     assert list(WHEELS) == ["0.5.13", "0.5.14", "0.5.16", "0.5.23"]
     assert all(one.files[0].endswith("/trtllm_mha_backend.py") for one in WHEELS.values())
-    assert [one.reads_host for one in WHEELS.values()] == [True, False, False, False]
     assert torch.int32 == set_scene(Point(64, 1, 128), "cpu").table.req_to_token.dtype

@@ -9,10 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from fixtures import compare_releases
 from fixtures.compare_releases import Change, Key, changes, comment, key, listed, main
+from fixtures.latency import latency_sides
+from fixtures.latency.latency_sides import EAGER, NEW, OLD, REPLAYED, Timed
+from fixtures.tables.latency import USUAL
 from harness.core.environment import environment
 from harness.core.paths import ROOT
 from harness.core.record import Record, Verdict, write_records
@@ -141,6 +145,44 @@ def test_records_of_this_checkout_are_used_again(
 def test_equal_releases_end_with_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare_releases, "_is_whole", bool)
     assert run_main(tmp_path, [PASSED], [NEWER]) == 0
+
+
+def timed(old: float, new: float) -> Timed:
+    return Timed(USUAL, REPLAYED, {OLD: (old,) * 40, NEW: (new,) * 40})
+
+
+@pytest.mark.parametrize(("new", "code"), [(10.4, 0), (10.6, 1), (5.0, 0)])
+def test_on_a_gpu_slower_metadata_is_worse(
+    new: float,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = []
+
+    def compared(folders: Sequence[Path | None], device: torch.device) -> list[Timed]:
+        asked.extend(folders)
+        return [timed(10.0, new), Timed(USUAL, EAGER, {})]
+
+    monkeypatch.setattr(compare_releases, "_is_whole", bool)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(latency_sides, "compared", compared)
+    assert run_main(tmp_path, [PASSED], [NEWER]) == code
+    assert [folder.name for folder in asked if folder] == ["sglang-0.5.22", "sglang-0.5.23"]
+    said = capsys.readouterr().out
+    assert f"{new / 10:.3g} [" in said
+    assert "one side reads lengths on the host" in said
+
+
+def test_a_side_that_cannot_be_timed_is_told_and_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compare_releases, "_is_whole", bool)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("SPECGATE_UPSTREAM", str(tmp_path / "none"))
+    assert run_main(tmp_path, [PASSED], [NEWER]) == 0
+    assert "metadata is not timed: sglang = " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
