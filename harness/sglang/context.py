@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from harness.core.case import Case
+from harness.core.case import Case, Mode
 from harness.sglang import module_globals, runtime_context
 from harness.sglang.gpu import run_on
 from harness.sglang.process import active
@@ -19,6 +19,7 @@ SM90_KERNELS = frozenset({XQA, "flashinfer", "triton", INTERPRETED})
 
 def server_arguments(case: Case, backend: str) -> dict[str, Any]:
     """What a server that runs this case on this backend was started with."""
+    drafts = case.mode is Mode.MULTI_STEP_DRAFT
     return {
         "attention_backend": backend,
         "chunked_prefill_size": -1,
@@ -30,7 +31,8 @@ def server_arguments(case: Case, backend: str) -> dict[str, Any]:
         "page_size": case.page_size,
         "speculative_algorithm": "EAGLE",
         "speculative_eagle_topk": 1,
-        "speculative_num_steps": case.num_steps,
+        # With topk 1 a server drafts one token less than it verifies.
+        "speculative_num_steps": case.num_steps if drafts else case.num_draft_tokens - 1,
         "speculative_num_draft_tokens": case.num_draft_tokens,
     }
 
