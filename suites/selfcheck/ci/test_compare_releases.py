@@ -151,7 +151,7 @@ def timed(old: float, new: float) -> Timed:
     return Timed(USUAL, REPLAYED, {OLD: (old,) * 40, NEW: (new,) * 40})
 
 
-@pytest.mark.parametrize(("new", "code"), [(10.4, 0), (10.6, 1), (5.0, 0)])
+@pytest.mark.parametrize(("new", "code"), [(10.2, 0), (10.4, 1), (5.0, 0)])
 def test_on_a_gpu_slower_metadata_is_worse(
     new: float,
     code: int,
@@ -163,7 +163,8 @@ def test_on_a_gpu_slower_metadata_is_worse(
 
     def compared(folders: Sequence[Path | None], device: torch.device) -> list[Timed]:
         asked.extend(folders)
-        return [timed(10.0, new), Timed(USUAL, EAGER, {})]
+        eager = replace(timed(10.0, 20.0), clock=EAGER, is_judged=False)
+        return [timed(10.0, new), eager, Timed(USUAL, REPLAYED, {})]
 
     monkeypatch.setattr(compare_releases, "_is_whole", bool)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
