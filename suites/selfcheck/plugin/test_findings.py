@@ -197,6 +197,15 @@ def test_on_cuda_nothing_is_installed_and_records_have_a_folder_of_their_own(
     assert run == [(tmp_path / "0.5.16-cuda", "cuda")]
 
 
+@pytest.mark.parametrize(("code", "told"), [(4, 4), (0, 1)])
+def test_a_run_without_records_ends_as_pytest_did_and_never_well(
+    code: int, told: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream, "run_release", lambda *_: code)
+    monkeypatch.setattr(upstream, "install", lambda *_, **__: None)
+    assert upstream.main(["0.5.16", "--report", str(tmp_path)]) == told
+
+
 def test_an_impossible_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         upstream.main(["0.5.16", "--device", "tpu"])
