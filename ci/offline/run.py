@@ -44,10 +44,17 @@ def run(bundle: Path, lane: str, args: list[str]) -> int:
     Path(environment[JIT]).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         checkout_metadata.write(Path(folder), site)
-        paths = [str(site), folder, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        more = [*map(str, further(site)), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [str(site), folder, str(ROOT), *more]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         words = command(lane, args)
         return subprocess.run(words, cwd=ROOT, env=environment, check=False).returncode
+
+
+def further(site: Path) -> list[Path]:
+    """Folders that packages add to the path by ``.pth`` files, which are read in no other folder."""
+    lines = (line for file in sorted(site.glob("*.pth")) for line in file.read_text().splitlines())
+    return [site / line for line in lines if line and (site / line).is_dir()]
 
 
 def command(lane: str, args: list[str]) -> list[str]:

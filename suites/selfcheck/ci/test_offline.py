@@ -33,6 +33,8 @@ WHEEL = {
     "pack-1.0.data/purelib/pure/__init__.py": b"moved",
     "pack-1.0.data/platlib/plat.py": b"moved too",
     "pack-1.0.dist-info/METADATA": b"Name: pack\nVersion: 1.0",
+    "pack.pth": b"import nothing\nparts/python\nparts/gone\n",
+    "parts/python/part.py": b"",
 }
 METADATA = "pack-1.0.dist-info/METADATA"
 RELEASED = {f"specgate-wheels/{version}/backend.py" for version in WHEELS}
@@ -41,6 +43,8 @@ INSTALLED = RELEASED | {
     "pack/data/kernel.cu",
     "pure/__init__.py",
     "plat.py",
+    "pack.pth",
+    "parts/python/part.py",
     METADATA,
 }
 
@@ -213,7 +217,7 @@ def test_lane_is_tox_s_and_finds_the_packages(
     site, _, *rest = child.on_path
     assert files(site) == INSTALLED
     assert child.metadata == [site.name]
-    assert rest == [ROOT, Path("elsewhere")]
+    assert rest == [ROOT, site / "parts/python", Path("elsewhere")]
     assert environment["FLASHINFER_WORKSPACE_BASE"] == str(tmp_path / "cache" / "jit")
     assert environment["SPECGATE_WHEELS"] == f"{site}/specgate-wheels"
     assert child.options["cwd"] == ROOT

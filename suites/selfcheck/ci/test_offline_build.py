@@ -81,7 +81,7 @@ def test_a_lane_takes_its_tables_along(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert gpu == spec["packages"] | spec["test"]
     assert nightly == gpu | spec["sglang"]
     assert {"sglang", "altair", "schemathesis"} <= set(nightly)
-    assert accept_lengths == nightly
+    assert accept_lengths == nightly | spec["fa4"]
     assert upstream == nightly | spec["upstream"]
     assert upstream["sglang"] != nightly["sglang"]
 
