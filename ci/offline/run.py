@@ -52,7 +52,7 @@ def run(bundle: Path, lane: str, args: list[str]) -> int:
 
 
 def further(site: Path) -> list[Path]:
-    """Folders that packages add to the path by ``.pth`` files, which are read in no other folder."""
+    """Folders that packages add to the path by ``.pth`` files, which only installers have read."""
     lines = (line for file in sorted(site.glob("*.pth")) for line in file.read_text().splitlines())
     return [site / line for line in lines if line and (site / line).is_dir()]
 
