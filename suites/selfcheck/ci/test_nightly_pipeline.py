@@ -46,3 +46,11 @@ def test_a_matrix_without_values_is_never_asked_for() -> None:
         asked = {word.split("}")[0].strip() for word in str(job).split("matrix.")[1:]}
         assert {word.partition(" ")[0] for word in asked} == set(matrix), name
     assert "\t" not in text
+
+
+def test_the_newest_release_is_on_trial_at_every_push_and_every_release_each_night() -> None:
+    jobs = PIPELINE["jobs"]
+    assert "upstream" in jobs["check"]["strategy"]["matrix"]["lane"]
+    nightly = [job for job in jobs.values() if "event_name == 'schedule'" in job.get("if", "")]
+    ran = [step.get("run", "") for job in nightly for step in job["steps"]]
+    assert any(command.endswith("-e upstream-all") for command in ran)
