@@ -214,7 +214,8 @@ class SGLangBackend(AttentionBackend):
     ) -> None:
         """The host side of planning."""
         if in_capture:
-            batch = at_full_width(with_host_lens(batch))
+            batch = with_host_lens(batch)
+            batch = at_full_width(batch) if self.runner.captures_full_width else batch
         self.planned = new_batch(batch, self.runner, batch.out_cache_loc)
         with observed(self), on_device(self.runner):
             plan_out_of_graph(self.theirs, self.planned, in_capture)
@@ -423,5 +424,7 @@ def _runner(
         device=device,
     )
     runner.takes_rope, runner.masks_verify = classes.takes_rope, classes.masks_verify
+    # trtllm's backends plan their largest width themselves; FlashInfer's wrappers keep the first.
+    runner.captures_full_width = classes == FLASHINFER_MHA
     runner.fuses_rope = classes == TRTLLM_MLA and active().fuses_mla_rope
     return runner
