@@ -66,9 +66,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool = False
     ) -> Any:
         """[T, heads, value dim] in the query's dtype, and with it what ``return_lse`` asks for."""
-        dim = self._value_dim
-        same = (v.shape[2] == dim, "v.head_dim", v.shape[2], f"{dim}, as planned")
-        refuse_unless(type(self).__name__, [same])
         return self._attend(
             q,
             k,
@@ -77,6 +74,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             is_causal=self._causal,
             return_lse=return_lse,
         )
+
+    def _checked(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super()._checked(q, keys, values)
+        dim, given = self._value_dim, values.shape[2]
+        same = (given == dim, "v.head_dim", given, f"{dim}, as planned")
+        refuse_unless(type(self).__name__, [same])
 
 
 def merge_state(
