@@ -214,6 +214,9 @@ def test_a_run_needs_a_plan() -> None:
     wrapper = BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "NHD")
     with pytest.raises(KernelRefusal, match="a plan before it"):
         wrapper.forward(drawn(2, HEADS, DIM).to(BF16), (KEYS, VALUES))
+    ragged = BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
+    with pytest.raises(KernelRefusal, match="a plan before it"):
+        ragged.run(drawn(2, HEADS, DIM).to(BF16), KEYS[:2], VALUES[:2])
 
 
 def test_a_mask_that_is_too_short_is_refused() -> None:
