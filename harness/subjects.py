@@ -174,6 +174,52 @@ def _subject(name: str, of: Kind, **changes: Any) -> PagedSubject:
     return PagedSubject(name=name, family=family, kernel=name.split("/")[1], **fields)
 
 
+BASELINES: tuple[tuple[str, Kind, tuple[str, ...], dict[str, Any]], ...] = (
+    (
+        "host_lengths",
+        MLA_BACKENDS,
+        ("flash_mla", "trtllm_gen"),
+        {
+            "backend": HostLengthsMLABackend,
+            "modes": frozenset({Mode.DECODE, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2}),
+        },
+    ),
+    (
+        "kv_indices",
+        MLA_BACKENDS,
+        ("flash_mla", "trtllm_gen"),
+        {
+            "draft_backend": KVIndicesMLAMultiStepDraftBackend,
+            "modes": frozenset({Mode.MULTI_STEP_DRAFT}),
+        },
+    ),
+    (
+        "context_kernel",
+        MHA_BACKENDS,
+        ("xqa", "trtllm_gen"),
+        {
+            "backend": ContextKernelMHABackend,
+            "modes": frozenset({Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2}),
+        },
+    ),
+    (
+        "verify_fix_up",
+        MHA_BACKENDS,
+        ("xqa",),
+        {"backend": VerifyFixUpMHABackend, "modes": frozenset({Mode.TARGET_VERIFY})},
+    ),
+    (
+        "dead_topk",
+        MHA_BACKENDS,
+        ("xqa",),
+        {
+            "draft_extend_runner": BaselineDraftExtendRunner,
+            "modes": frozenset({Mode.DRAFT_EXTEND_V2}),
+        },
+    ),
+)
+"""Baselines undo one optimization each: its name, whose it is, kernels, and what it changes."""
+
 SUBJECTS = {
     subject.name: subject
     for subject in (
@@ -183,36 +229,10 @@ SUBJECTS = {
         _subject("trtllm_mla/reference", MLA_BACKENDS),
         _subject("trtllm_mla/flash_mla", MLA_BACKENDS),
         _subject("trtllm_mla/trtllm_gen", MLA_BACKENDS),
-        # Baselines: one optimization undone each.
-        _subject(
-            "trtllm_mla-host_lengths/trtllm_gen",
-            MLA_BACKENDS,
-            backend=HostLengthsMLABackend,
-            modes=frozenset({Mode.DECODE, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2}),
-        ),
-        _subject(
-            "trtllm_mla-kv_indices/trtllm_gen",
-            MLA_BACKENDS,
-            draft_backend=KVIndicesMLAMultiStepDraftBackend,
-            modes=frozenset({Mode.MULTI_STEP_DRAFT}),
-        ),
-        _subject(
-            "trtllm_mha-context_kernel/trtllm_gen",
-            MHA_BACKENDS,
-            backend=ContextKernelMHABackend,
-            modes=frozenset({Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2}),
-        ),
-        _subject(
-            "trtllm_mha-verify_fix_up/xqa",
-            MHA_BACKENDS,
-            backend=VerifyFixUpMHABackend,
-            modes=frozenset({Mode.TARGET_VERIFY}),
-        ),
-        _subject(
-            "trtllm_mha-dead_topk/xqa",
-            MHA_BACKENDS,
-            draft_extend_runner=BaselineDraftExtendRunner,
-            modes=frozenset({Mode.DRAFT_EXTEND_V2}),
+        *(
+            _subject(f"trtllm_{of[0]}-{name}/{kernel}", of, **changes)
+            for name, of, kernels, changes in BASELINES
+            for kernel in kernels
         ),
     )
 }

@@ -135,7 +135,10 @@ def plan_of(backend: Any) -> Plan | None:
     metadata = getattr(backend, "forward_metadata", None)
     if metadata is None or not hasattr(metadata, "cache_seqlens_int32"):
         return None
-    return Plan(**{name: getattr(metadata, name, None) for name in Plan.__dataclass_fields__})
+    plan = Plan(**{name: getattr(metadata, name, None) for name in Plan.__dataclass_fields__})
+    if hasattr(metadata, "geometry"):
+        plan.max_seq_len_q = metadata.geometry.max_q_len
+    return plan
 
 
 def decompressed(

@@ -25,7 +25,8 @@ from harness.upstream.base_attn_backend import AttentionBackend, decide_needs_cp
 from harness.upstream.verify_mask import TreeMaskMode
 
 EAGER, GRAPH = Execution.EAGER, Execution.GRAPH
-MHA, XQA, MLA = "trtllm_mha/trtllm_gen", "trtllm_mha/xqa", "trtllm_mla/trtllm_gen"
+MHA, XQA = "trtllm_mha/trtllm_gen", "trtllm_mha/xqa"
+MLA, FLASH_MLA = "trtllm_mla/trtllm_gen", "trtllm_mla/flash_mla"
 BACKENDS: tuple[type[AttentionBackend], ...] = (
     TRTLLMHAAttnBackend,
     TRTLLMMLABackend,
@@ -36,8 +37,11 @@ BACKENDS: tuple[type[AttentionBackend], ...] = (
 # baseline, the subject it undoes an optimization of, modes, and the count it must exceed
 UNDONE = (
     ("trtllm_mla-host_lengths/trtllm_gen", MLA, "host_syncs"),
+    ("trtllm_mla-host_lengths/flash_mla", FLASH_MLA, "host_syncs"),
     ("trtllm_mla-kv_indices/trtllm_gen", MLA, "planning"),
+    ("trtllm_mla-kv_indices/flash_mla", FLASH_MLA, "planning"),
     ("trtllm_mha-context_kernel/trtllm_gen", MHA, "context_kernels"),
+    ("trtllm_mha-context_kernel/xqa", XQA, "context_kernels"),
     ("trtllm_mha-dead_topk/xqa", XQA, "topk"),
 )
 

@@ -1,0 +1,1 @@
+"""Our backends inside an unmodified sglang server, by its plugin interface."""

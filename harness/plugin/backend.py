@@ -1,0 +1,231 @@
+"""One attention backend of ours as sglang's model runner, graph runners and layers call it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from harness.attention.paged_backend import PagedBackend
+from harness.kernels.interface import Kernel
+from harness.kernels.registry import new_kernel
+from harness.plugin.batches import our_batch, our_layer
+from harness.plugin.pools import served_pool
+from harness.plugin.served import ServedBackend
+from harness.upstream.forward_batch_info import ForwardBatch
+from harness.upstream.memory_pool import SWAKVPool
+from harness.upstream.radix_attention import RadixAttention
+from harness.upstream.verify_mask import TreeMaskMode, tree_mask_numel
+
+_KERNELS: dict[tuple[str, str], Kernel] = {}
+
+
+def served_kernel(served: ServedBackend, device: str) -> Kernel:
+    """The kernel, one for all backends of a process: they share its workspace and its plans."""
+    capability = served.capability(device)
+    key = capability.name, device
+    if key not in _KERNELS:
+        _KERNELS[key] = new_kernel(served.family, capability, device)
+    return _KERNELS[key]
+
+
+class PluginBackend(AttentionBackend):  # type: ignore[misc]
+    """A backend of ours behind sglang's interface.
+
+    Args:
+        ours: the backend.
+        runner: the server's ``ModelRunner``, whose pools it works on.
+        has_dead_topk: see ``ServedBackend``.
+    """
+
+    def __init__(
+        self, ours: PagedBackend, runner: Any, *, has_dead_topk: bool = False
+    ) -> None:
+        self.ours, self.has_dead_topk = ours, has_dead_topk
+        self.needs_cpu_seq_lens = ours.needs_cpu_seq_lens
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.max_context_len, self.device = ours.max_context_len, runner.device
+        self.cuda_graph_custom_mask: torch.Tensor | None = None
+        self._extends_draft = runner.is_draft_worker and not ours.skip_prefill
+        self._layers: dict[int, RadixAttention] = {}
+
+    @property
+    def forward_metadata(self) -> Any:
+        """What was planned last."""
+        return self.ours.forward_metadata
+
+    def batch(self, theirs: Any) -> ForwardBatch:
+        """A batch of the server's in our terms."""
+        return our_batch(
+            theirs,
+            req_to_token_pool=self.ours.req_to_token_pool,
+            token_to_kv_pool=self.ours.token_to_kv_pool,
+        )
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Plan an eager forward."""
+        self.ours.init_forward_metadata(self.batch(forward_batch))
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Choose the metadata of a graph; a draft extend is also filled here.
+
+        The runner of draft extend records no planning.
+        """
+        batch = self.batch(forward_batch)
+        self.ours.init_forward_metadata_out_graph(batch, in_capture)
+        if batch.forward_mode.is_draft_extend_v2():
+            self.ours.init_forward_metadata_in_graph(batch)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Fill the chosen metadata, recorded."""
+        batch = self.batch(forward_batch)
+        if not batch.forward_mode.is_draft_extend_v2():
+            self.ours.init_forward_metadata_in_graph(batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate what graphs read, and the mask that the tree builder writes."""
+        self.ours.init_cuda_graph_state(max_bs, max_num_tokens)
+        width = self.ours.num_draft_tokens
+        if width and not self.ours.skip_prefill and not self._extends_draft:
+            entries = tree_mask_numel(
+                TreeMaskMode.FULL_MASK, max_bs, width, self.ours.max_context_len
+            )
+            self.cuda_graph_custom_mask = torch.zeros(
+                entries, dtype=torch.bool, device=self.device
+            )
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """seq_lens of a padded row: a draft extend's includes its queries."""
+        fill = self.ours.get_cuda_graph_seq_len_fill_value()
+        return max(fill, self.ours.num_draft_tokens) if self._extends_draft else fill
+
+    def get_verify_buffers_to_fill_after_draft(self) -> list[torch.Tensor | None]:
+        """The mask, preallocated; positions are the worker's."""
+        return [self.cuda_graph_custom_mask, None]
+
+    def update_verify_buffers_to_fill_after_draft(
+        self, spec_info: Any, cuda_graph_bs: int | None
+    ) -> None:
+        """Redo what depends on draft tokens: nothing, but for the baseline."""
+        self.ours.update_verify_buffers_to_fill_after_draft(spec_info, cuda_graph_bs)
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        """Undo what the warm-up before a capture changed."""
+        self.ours.on_after_cuda_graph_warmup()
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attention of one layer."""
+        own = self._layer(layer, sinks)
+        if own.v_head_dim != own.head_dim and q_rope is None:
+            heads = q.view(-1, own.tp_q_head_num, own.head_dim)
+            q, q_rope = heads[..., : own.v_head_dim], heads[..., own.v_head_dim :]
+            rows = k.view(-1, 1, own.head_dim)
+            k, k_rope = rows[..., : own.v_head_dim], rows[..., own.v_head_dim :]
+        if q_rope is not None:
+            kwargs |= {"q_rope": q_rope, "k_rope": k_rope}
+        batch = self.batch(forward_batch)
+        return self.ours.forward(q, k, v, own, batch, save_kv_cache, **kwargs)
+
+    forward_decode = forward_extend
+
+    def _layer(self, theirs: Any, sinks: torch.Tensor | None) -> RadixAttention:
+        own = self._layers.get(theirs.layer_id)
+        if own is None:
+            own = self._layers[theirs.layer_id] = our_layer(theirs, sinks)
+        return own
+
+
+class PluginMultiStepDraftBackend:
+    """The multi-step draft of ours behind sglang's interface.
+
+    Args:
+        served: which.
+        runner: the draft's ``ModelRunner``.
+        speculative_num_steps: steps of a round.
+    """
+
+    def __init__(self, served: ServedBackend, runner: Any, speculative_num_steps: int) -> None:
+        arguments = _arguments(served, runner)
+        arguments["speculative_num_steps"] = speculative_num_steps
+        self.ours = served.draft_backend(**arguments)
+        self.needs_cpu_seq_lens = self.ours.needs_cpu_seq_lens
+        self.topk, self.speculative_num_steps = 1, speculative_num_steps
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.attn_backends: Sequence[PluginBackend] = [
+            PluginBackend(step, runner) for step in self.ours.attn_backends
+        ]
+
+    def _batch(self, theirs: Any) -> ForwardBatch:
+        batch = self.attn_backends[0].batch(theirs)
+        steps, bs = len(self.attn_backends), batch.batch_size
+        if isinstance(self.attn_backends[0].ours.token_to_kv_pool, SWAKVPool) and bs:
+            loc = batch.out_cache_loc.view(bs, -1)[:, :steps].t().flatten()
+        else:
+            # A step is handed its own locations when it runs; planning needs their number alone.
+            loc = batch.out_cache_loc[: steps * bs]
+        return batch.with_changes(out_cache_loc=loc)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Plan every step of an eager draft."""
+        self.ours.init_forward_metadata(self._batch(forward_batch))
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Choose the metadata of every step."""
+        self.ours.init_forward_metadata_out_graph(self._batch(forward_batch), in_capture)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Fill the metadata of every step, recorded."""
+        self.ours.init_forward_metadata_in_graph(self._batch(forward_batch))
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate what graphs read."""
+        self.ours.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """seq_lens of a padded row."""
+        return self.ours.get_cuda_graph_seq_len_fill_value()
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        """Undo what the warm-up before a capture changed."""
+        self.ours.on_after_cuda_graph_warmup()
+
+
+def new_plugin_backend(served: ServedBackend, runner: Any) -> PluginBackend:
+    """The backend of a model runner for every mode but the multi-step draft."""
+    ours = served.backend(**_arguments(served, runner))
+    return PluginBackend(ours, runner, has_dead_topk=served.has_dead_topk)
+
+
+def _arguments(served: ServedBackend, runner: Any) -> dict[str, Any]:
+    arguments = runner.server_args
+    return {
+        "kernel": served_kernel(served, _device(runner)),
+        "req_to_token_pool": runner.req_to_token_pool,
+        "token_to_kv_pool": served_pool(runner.token_to_kv_pool),
+        "max_context_len": runner.model_config.context_len,
+        "num_draft_tokens": arguments.speculative_num_draft_tokens or 0,
+        "speculative_num_steps": arguments.speculative_num_steps or 0,
+        "device": runner.device,
+    }
+
+
+def _device(runner: Any) -> str:
+    """With its index, by which kernels keep their workspace."""
+    return f"cuda:{runner.gpu_id}" if str(runner.device) == "cuda" else str(runner.device)

@@ -1,0 +1,96 @@
+"""The entry point of the plugin: names, factories and hooks, as sglang's plugin interface has them.
+
+``pip install specgate`` beside sglang is enough: sglang loads every entry point of the group
+``sglang.srt.plugins`` in each of its processes. Nothing changes for servers that name no backend
+of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from harness.errors import UsageError
+from harness.plugin.served import SERVED, ServedBackend
+
+RETURNS_STAMP = (0, 5, 18)
+"""From this release on a factory's entry returns a name beside the backend."""
+
+
+def register() -> None:
+    """Register every backend of ours with the sglang of this process."""
+    import sglang
+    from sglang.srt import server_args
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+    )
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from harness.plugin.backend import new_plugin_backend
+    from harness.plugin.draft_extend import capture_draft_extend, capture_one_shape
+
+    server_args.add_attention_backend_choices(list(SERVED))
+    for served in SERVED.values():
+        register_attention_backend(served.name)(partial(new_plugin_backend, served))
+        AttentionBackendRegistry.register(served.name, absorbed)
+    release = tuple(int(part) for part in sglang.__version__.split(".")[:3])
+    eagle = "sglang.srt.speculative"
+    hooks: dict[str, Callable[..., Any]] = {
+        "sglang.srt.server_args.ServerArgs.check_server_args": check_arguments,
+        f"{eagle}.draft_utils.DraftBackendFactory._create_backend": partial(
+            create_backend, release >= RETURNS_STAMP
+        ),
+        f"{eagle}.eagle_worker_v2.EagleDraftWorker._capture_cuda_graphs": capture_draft_extend,
+        f"{eagle}.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner"
+        ".capture_one_shape": capture_one_shape,
+    }
+    for target, hook in hooks.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def absorbed(attention: Any, forward_batch: Any) -> Any:
+    """Every forward of an MLA model runs absorbed."""
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
+        AttnForwardMethod,
+    )
+
+    return AttnForwardMethod.MLA
+
+
+def check_arguments(original: Callable[..., Any], arguments: Any, *rest: Any) -> Any:
+    """Around ``ServerArgs.check_server_args``: what ours do not serve ends the launch."""
+    from harness.plugin.launch import check_launch
+
+    try:
+        check_launch(arguments, arguments.device)
+    except UsageError as refusal:
+        raise SystemExit(f"specgate: {refusal}") from None
+    return original(arguments, *rest)
+
+
+def create_backend(
+    returns_stamp: bool,
+    original: Callable[..., Any],
+    factory: Any,
+    field: str,
+    backend_map: dict[str, Callable[[], Any]],
+    *rest: Any,
+    **options: Any,
+) -> Any:
+    """Around ``DraftBackendFactory._create_backend``: its map gets ours."""
+    from harness.plugin.backend import PluginMultiStepDraftBackend, new_plugin_backend
+
+    runner = factory.draft_model_runner
+    drafts = factory._create_triton_decode_backend in backend_map.values()
+
+    def create(served: ServedBackend) -> Any:
+        if drafts:
+            made: Any = PluginMultiStepDraftBackend(served, runner, factory.speculative_num_steps)
+        else:
+            made = new_plugin_backend(served, runner)
+        return (served.name, made) if returns_stamp else made
+
+    ours = {served.name: partial(create, served) for served in SERVED.values()}
+    return original(factory, field, backend_map | ours, *rest, **options)
