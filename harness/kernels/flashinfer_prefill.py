@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import fields
 
 import torch
@@ -13,11 +14,21 @@ from harness.kernels.interface import ContextCall
 from harness.kernels.paged_kv import is_readable
 from harness.kernels.ragged import request_and_index, zero_padding
 
+KEPT_PLANS = 16
+"""Eager plans that are kept; each takes 8 MiB of the device and as much of pinned memory."""
+
+
+def rounded_width(max_q_len: int) -> int:
+    """At least ``max_q_len`` and at most an eighth more, so that like prompts share a plan."""
+    step = 1 << max(0, max_q_len.bit_length() - 4)
+    return -(-max_q_len // step) * step
+
 
 class PagedPrefill:
     """The context entry of a kernel.
 
-    Plans are kept as long as the kernel, because captured graphs read their buffers.
+    Plans that a captured graph reads are kept as long as the kernel, others as long as they are
+    among the ``KEPT_PLANS`` last used.
 
     Args:
         device: with its index.
@@ -25,7 +36,8 @@ class PagedPrefill:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._plans: dict[PrefillGeometry, PrefillPlan] = {}
+        self._captured: dict[PrefillGeometry, PrefillPlan] = {}
+        self._plans: OrderedDict[PrefillGeometry, PrefillPlan] = OrderedDict()
 
     def __call__(self, call: ContextCall) -> torch.Tensor:
         """See ``Kernel.context``.
@@ -36,7 +48,7 @@ class PagedPrefill:
         q, (k_cache, v_cache) = call.q, call.caches
         geometry = PrefillGeometry(
             batch_size=call.batch_size,
-            max_q_len=call.max_q_len,
+            max_q_len=rounded_width(call.max_q_len),
             table_width=call.block_tables.shape[1],
             page_size=k_cache.shape[1],
             q_heads=q.shape[1],
@@ -56,10 +68,18 @@ class PagedPrefill:
         return scale_and_cast(out, call.bmm2_scale, call.out_dtype)
 
     def _plan(self, geometry: PrefillGeometry, q: torch.Tensor) -> PrefillPlan:
+        if geometry in self._captured:
+            return self._captured[geometry]
         found = self._plans.get(geometry)
-        if found is None:
-            if not is_readable(q):
-                asked = ", ".join(f"{f.name} {getattr(geometry, f.name)}" for f in fields(geometry))
-                raise CaptureViolation(f"{KERNEL} is planned during capture, not before: {asked}")
-            found = self._plans[geometry] = PrefillPlan(geometry, self._device)
+        if is_readable(q):
+            if found is None:
+                found = self._plans[geometry] = PrefillPlan(geometry, self._device)
+            self._plans.move_to_end(geometry)
+            if len(self._plans) > KEPT_PLANS:
+                self._plans.popitem(last=False)
+        elif found is None:
+            asked = ", ".join(f"{f.name} {getattr(geometry, f.name)}" for f in fields(geometry))
+            raise CaptureViolation(f"{KERNEL} is planned during capture, not before: {asked}")
+        else:
+            self._captured[geometry] = self._plans.pop(geometry)
         return found

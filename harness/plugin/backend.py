@@ -40,9 +40,7 @@ class PluginBackend(AttentionBackend):  # type: ignore[misc]
         has_dead_topk: see ``ServedBackend``.
     """
 
-    def __init__(
-        self, ours: PagedBackend, runner: Any, *, has_dead_topk: bool = False
-    ) -> None:
+    def __init__(self, ours: PagedBackend, runner: Any, *, has_dead_topk: bool = False) -> None:
         self.ours, self.has_dead_topk = ours, has_dead_topk
         self.needs_cpu_seq_lens = ours.needs_cpu_seq_lens
         self.token_to_kv_pool = runner.token_to_kv_pool
@@ -93,9 +91,7 @@ class PluginBackend(AttentionBackend):  # type: ignore[misc]
             entries = tree_mask_numel(
                 TreeMaskMode.FULL_MASK, max_bs, width, self.ours.max_context_len
             )
-            self.cuda_graph_custom_mask = torch.zeros(
-                entries, dtype=torch.bool, device=self.device
-            )
+            self.cuda_graph_custom_mask = torch.zeros(entries, dtype=torch.bool, device=self.device)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """seq_lens of a padded row: a draft extend's includes its queries."""

@@ -45,7 +45,9 @@ def capture_draft_extend(original: Callable[..., None], worker: Any) -> None:
     worker.cuda_graph_runner_for_draft_extend = EAGLEDraftExtendCudaGraphRunner(worker)
 
 
-def capture_one_shape(original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:
+def capture_one_shape(
+    original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any
+) -> None:
     """Around the capture of one batch size: without the choice that nobody reads."""
     backend = runner.attn_backend
     needless = isinstance(backend, PluginBackend) and not backend.has_dead_topk

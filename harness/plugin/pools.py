@@ -74,7 +74,8 @@ class ServedSWAPool(SWAKVPool):
         self.page_size, self.dtype = self._pools[False].page_size, self._pools[False].dtype
         self.num_pages = self._pools[False].num_pages
         self.layers_mapping = [
-            LayerIndex(is_swa, index) for _, (index, is_swa) in sorted(theirs.layers_mapping.items())
+            LayerIndex(is_swa, index)
+            for _, (index, is_swa) in sorted(theirs.layers_mapping.items())
         ]
 
     @property

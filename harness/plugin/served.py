@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -62,7 +63,7 @@ class ServedBackend:
 def _served() -> dict[str, ServedBackend]:
     def add(name: str, kind: Kind, changes: dict[str, object]) -> ServedBackend:
         family, backend, draft_backend = kind
-        chosen = {"backend": backend, "draft_backend": draft_backend} | {
+        chosen: dict[str, Any] = {"backend": backend, "draft_backend": draft_backend} | {
             field: value for field, value in changes.items() if field.endswith("backend")
         }
         has_dead_topk = changes.get("draft_extend_runner") is BaselineDraftExtendRunner
