@@ -110,7 +110,7 @@ class SGLangSubject(Subject):
         """Why the release or its kernel does not run this case."""
         if case.mode not in self.served_modes:
             return f"sglang {self.release.version} has no ForwardMode.DRAFT_EXTEND"
-        on_sm90 = self.kernel == XQA
+        on_sm90 = self.kernel == XQA and self.classes == TRTLLM_MHA
         if case.mode is Mode.EXTEND and on_sm90 and not self.release.prefills_on_sm90:
             return f"sglang {self.release.version} takes trtllm_mha for prefill on SM100 alone"
         for holds, reason in NOT_PRODUCED.items():

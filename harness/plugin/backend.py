@@ -154,10 +154,17 @@ class PluginMultiStepDraftBackend:
         served: which.
         runner: the draft's ``ModelRunner``.
         speculative_num_steps: steps of a round.
+        kernel: as of ``new_plugin_backend``.
     """
 
-    def __init__(self, served: ServedBackend, runner: Any, speculative_num_steps: int) -> None:
-        arguments = _arguments(served, runner)
+    def __init__(
+        self,
+        served: ServedBackend,
+        runner: Any,
+        speculative_num_steps: int,
+        kernel: Kernel | None = None,
+    ) -> None:
+        arguments = _arguments(served, runner, kernel)
         arguments["speculative_num_steps"] = speculative_num_steps
         self.ours = served.draft_backend(**arguments)
         self.needs_cpu_seq_lens = self.ours.needs_cpu_seq_lens
@@ -203,16 +210,24 @@ class PluginMultiStepDraftBackend:
         self.ours.on_after_cuda_graph_warmup()
 
 
-def new_plugin_backend(served: ServedBackend, runner: Any) -> PluginBackend:
-    """The backend of a model runner for every mode but the multi-step draft."""
-    ours = served.backend(**_arguments(served, runner))
+def new_plugin_backend(
+    served: ServedBackend, runner: Any, kernel: Kernel | None = None
+) -> PluginBackend:
+    """The backend of a model runner for every mode but the multi-step draft.
+
+    Args:
+        served: which.
+        runner: the ``ModelRunner``.
+        kernel: what it attends by; the one of the device if None.
+    """
+    ours = served.backend(**_arguments(served, runner, kernel))
     return PluginBackend(ours, runner, has_dead_topk=served.has_dead_topk)
 
 
-def _arguments(served: ServedBackend, runner: Any) -> dict[str, Any]:
-    arguments = runner.server_args
+def _arguments(served: ServedBackend, runner: Any, kernel: Kernel | None) -> dict[str, Any]:
+    arguments = _speculation(runner)
     return {
-        "kernel": served_kernel(served, _device(runner)),
+        "kernel": kernel or served_kernel(served, _device(runner)),
         "req_to_token_pool": runner.req_to_token_pool,
         "token_to_kv_pool": served_pool(runner.token_to_kv_pool),
         "max_context_len": runner.model_config.context_len,
@@ -220,6 +235,15 @@ def _arguments(served: ServedBackend, runner: Any) -> dict[str, Any]:
         "speculative_num_steps": arguments.speculative_num_steps or 0,
         "device": runner.device,
     }
+
+
+def _speculation(runner: Any) -> Any:
+    """What holds the settings of speculation: from 0.5.18 on the process, before it the runner."""
+    try:
+        from sglang.srt.runtime_context import get_spec
+    except ImportError:
+        return runner.server_args
+    return get_spec()
 
 
 def _device(runner: Any) -> str:

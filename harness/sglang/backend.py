@@ -61,6 +61,18 @@ class Classes:
     takes_rope: bool = True
     masks_verify: bool = False
 
+    def load(self) -> None:
+        """Import the backend, in a process where a release is active."""
+        load(self.module)
+
+    def make(self, runner: Any, kernel: CheckedKernel) -> Any:
+        """The backend of every mode but the multi-step draft; sglang's choose their kernel."""
+        return getattr(load(self.module), self.backend)(runner)
+
+    def make_draft(self, runner: Any, kernel: CheckedKernel, num_steps: int) -> Any:
+        """The backend of the multi-step draft."""
+        return getattr(load(self.module), self.draft_backend)(runner, 1, num_steps)
+
     @property
     def is_trtllm(self) -> bool:
         """Whether it is one of the TensorRT-LLM backends, which run unless others are asked for."""
@@ -397,7 +409,7 @@ def new_backend(
     """The backend of every mode but the multi-step draft, real but for its model runner."""
     runner = _runner(classes, case, kernel, device, pools)
     with on_device(runner):
-        theirs = getattr(load(classes.module), classes.backend)(runner)
+        theirs = classes.make(runner, kernel)
     return SGLangBackend(theirs, runner, kernel, packs_query=packs_query)
 
 
@@ -407,7 +419,7 @@ def new_draft_backend(
     """The backend of the multi-step draft, real but for its model runner."""
     runner = _runner(classes, case, kernel, device, pools)
     with on_device(runner):
-        theirs = getattr(load(classes.module), classes.draft_backend)(runner, 1, case.num_steps)
+        theirs = classes.make_draft(runner, kernel, case.num_steps)
     return SGLangDraftBackend(theirs, runner, kernel, case.num_steps)
 
 

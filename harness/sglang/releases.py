@@ -32,6 +32,7 @@ class Release:
         bundles_locations: whether ``KVWriteLoc.for_batch`` makes what an MLA pool is written by.
         plans_in_three_phases: whether graphs plan by ``init_forward_metadata_out_graph`` and
             ``_in_graph``; before them by the pair of capture and replay.
+        has_plugins: whether it loads entry points of the group ``sglang.srt.plugins``.
     """
 
     version: str
@@ -46,6 +47,7 @@ class Release:
     fuses_mla_rope: bool = False
     bundles_locations: bool = True
     plans_in_three_phases: bool = True
+    has_plugins: bool = True
 
 
 # What several releases in a row lack.
@@ -58,7 +60,7 @@ OF_SM100 = {
 }
 OF_ROPE = {**OF_SM100, "fuses_mla_rope": True}
 OF_GLOBALS = {**OF_ROPE, "has_runtime_context": False}
-OF_V1 = {"has_draft_extend_v1": True, "has_parallel_context": False}
+OF_V1 = {"has_draft_extend_v1": True, "has_parallel_context": False, "has_plugins": False}
 
 RELEASES = {
     release.version: release

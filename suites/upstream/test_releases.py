@@ -16,8 +16,9 @@ from harness.core.case import Case, Execution
 from harness.core.record import Record, Verdict
 from harness.differential.isolated import TrialProcess
 from harness.differential.trial import explanation, untried
+from harness.plugin_subjects import PREFIX, plugin_subjects
 from harness.sglang.flashinfer_source import hold_to
-from harness.sglang.process import activate, load
+from harness.sglang.process import activate
 from harness.sglang.releases import find_release
 from harness.sglang_subjects import SGLangSubject, sglang_subjects
 
@@ -31,10 +32,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     planned = []
     if version is not None:
         wanted = metafunc.config.getoption("--backends")
+        release = find_release(version)
         subjects = [
             subject
-            for subject in sglang_subjects(find_release(version), source, device)
-            if wanted == "all" or subject.classes.name.startswith(wanted)
+            for subject in sglang_subjects(release, source, device) + plugin_subjects(release)
+            if wanted == "all" or subject.classes.name.startswith((wanted, PREFIX))
         ]
         counted = metafunc.function.__name__ == test_effects.__name__
         trials = effect_trials(subjects) if counted else upstream_trials(subjects)
@@ -55,8 +57,8 @@ def released(request: pytest.FixtureRequest) -> None:
     if flashinfer is not None:
         hold_to(flashinfer)
     activate(release, source)
-    for subject in sglang_subjects(release, source):
-        load(subject.classes.module)
+    for subject in sglang_subjects(release, source) + plugin_subjects(release):
+        subject.classes.load()
 
 
 @pytest.fixture(scope="session")
