@@ -14,6 +14,7 @@ from harness.core.case import Case, Execution, Family, Mode
 from harness.core.conventions import Conventions
 from harness.core.numerics import Numerics
 from harness.core.record import Environment
+from harness.kernels.interface import Kernel
 from harness.kernels.reference import TorchPaged
 from harness.sglang.backend import (
     FLASHINFER_MHA,
@@ -57,7 +58,7 @@ class SGLangSubject(Subject):
         v1 = frozenset() if self.release.has_draft_extend_v1 else frozenset({Mode.DRAFT_EXTEND})
         return self.modes - v1
 
-    def new_kernel(self, device: torch.device | str) -> TorchPaged:
+    def new_kernel(self, device: torch.device | str) -> Kernel:
         """Serves FlashInfer's entry points on a CPU; on CUDA sglang calls the real ones itself."""
         return TorchPaged(self.capability)
 

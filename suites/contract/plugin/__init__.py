@@ -1,0 +1,1 @@
+"""Claims: our backends as a server of sglang calls them."""

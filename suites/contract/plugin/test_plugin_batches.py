@@ -1,0 +1,195 @@
+"""What a server hands over reaches our backends as it is: lengths, locations, pools, layers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from harness.errors import UsageError
+from harness.plugin.batches import our_batch, our_layer
+from harness.plugin.pools import served_pool
+from harness.upstream.forward_batch_info import EagleDraftExtendInput, EagleVerifyInput, ForwardMode
+from harness.upstream.radix_attention import RadixAttention
+
+FP8 = torch.float8_e4m3fn
+
+
+def mode(name: str) -> Any:
+    return SimpleNamespace(name=name)
+
+
+def batch(name: str, spec_info: Any = None, **changes: Any) -> Any:
+    """Two of three requests in buffers of four, as a graph runner's view has them."""
+    fields: dict[str, Any] = {
+        "forward_mode": mode(name),
+        "batch_size": 3,
+        "input_ids": torch.arange(12),
+        "req_pool_indices": torch.tensor([5, 2, 0, 0]),
+        "seq_lens": torch.tensor([31, 7, 4, 4]),
+        "seq_lens_cpu": None,
+        "out_cache_loc": torch.arange(100, 112),
+        "spec_info": spec_info,
+    }
+    return SimpleNamespace(**fields | changes)
+
+
+def translated(theirs: Any) -> Any:
+    return our_batch(theirs, req_to_token_pool="table", token_to_kv_pool="pool")
+
+
+def test_a_view_that_is_longer_than_its_batch_is_cut() -> None:
+    verify = SimpleNamespace(draft_token=torch.arange(12), draft_token_num=4, custom_mask=None)
+    theirs = batch("TARGET_VERIFY", verify, seq_lens_cpu=torch.tensor([31, 7, 4, 4]))
+    own = translated(theirs)
+    assert own.forward_mode is ForwardMode.TARGET_VERIFY
+    assert own.seq_lens.tolist() == [31, 7, 4]
+    assert own.req_pool_indices.tolist() == [5, 2, 0]
+    assert own.seq_lens_cpu.tolist() == [31, 7, 4]
+    assert (own.req_to_token_pool, own.token_to_kv_pool) == ("table", "pool")
+    assert isinstance(own.spec_info, EagleVerifyInput)
+    assert own.spec_info.draft_token_num == 4
+    # A recorded fill follows the server's buffers, so nothing may be copied.
+    for name in ("seq_lens", "req_pool_indices", "out_cache_loc"):
+        assert getattr(own, name).data_ptr() == getattr(theirs, name).data_ptr()
+
+
+@pytest.mark.parametrize(("declared", "stride"), [(6, 6), (-1, 4)])
+def test_a_draft_extend_has_the_rows_it_declares_or_was_given(declared: int, stride: int) -> None:
+    accepted = torch.tensor([1, 4, 2])
+    spec = SimpleNamespace(num_accept_tokens=accepted, num_tokens_per_req=declared)
+    own = translated(batch("DRAFT_EXTEND_V2", spec, seq_lens=torch.tensor([31, 7, 4])))
+    assert isinstance(own.spec_info, EagleDraftExtendInput)
+    assert own.spec_info.num_tokens_per_req == stride
+    assert own.spec_info.num_accept_tokens is accepted
+
+
+def test_a_mode_that_is_not_ours_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"forward_mode = 'MIXED' .* DRAFT_EXTEND_V2"):
+        translated(batch("MIXED"))
+
+
+def layer(**changes: Any) -> Any:
+    fields: dict[str, Any] = {
+        "layer_id": 3,
+        "tp_q_head_num": 8,
+        "tp_k_head_num": 2,
+        "head_dim": 64,
+        "v_head_dim": 64,
+        "scaling": 0.125,
+        "sliding_window_size": -1,
+        "k_scale_float": None,
+        "v_scale_float": None,
+        "logit_cap": 0.0,
+        "attn_type": SimpleNamespace(value="decoder"),
+        "is_cross_attention": False,
+    }
+    return SimpleNamespace(**fields | changes)
+
+
+def test_a_layer_without_scales_has_scales_of_one() -> None:
+    sinks = torch.zeros(8)
+    own = our_layer(layer(), sinks)
+    assert own == RadixAttention(3, 8, 2, 64, 64, 0.125, sinks=sinks)
+    scaled = our_layer(layer(k_scale_float=0.5, v_scale_float=2.0), None)
+    assert (scaled.k_scale, scaled.v_scale) == (0.5, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"logit_cap": 30.0}, "logit_cap = 30"),
+        ({"attn_type": SimpleNamespace(value="encoder_only")}, "attn_type = 'encoder_only'"),
+        ({"is_cross_attention": True}, "attn_type = 'decoder'"),
+    ],
+)
+def test_a_layer_that_computes_something_else_is_refused(
+    changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        our_layer(layer(**changes), None)
+
+
+class ServersPool:
+    """A pool of sglang's, as far as ours calls it; page 0 is beyond its size."""
+
+    size, page_size, dtype = 32, 16, FP8
+
+    def __init__(self) -> None:
+        self.k = torch.arange(48 * 2 * 4).view(48, 2, 4).to(FP8)
+        self.v = self.k.flip(0).contiguous()
+        self.written: list[tuple[Any, ...]] = []
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.k, self.v
+
+    def set_kv_buffer(self, *arguments: Any) -> None:
+        self.written.append(arguments)
+
+
+def test_a_pool_shows_the_servers_memory_by_page_and_writes_what_saturates() -> None:
+    theirs = ServersPool()
+    own: Any = served_pool(theirs)
+    assert (own.num_pages, own.page_size, own.dtype) == (3, 16, FP8)
+    keys, values = own.get_kv_buffer(0)
+    assert keys.shape == values.shape == (3, 16, 2, 4)
+    assert keys.data_ptr() == theirs.k.data_ptr()
+    assert values.data_ptr() == theirs.v.data_ptr()
+    at = RadixAttention(0, 4, 2, 4, 4, 1.0, k_scale=0.5, v_scale=2.0)
+    own.set_kv_buffer(at, torch.tensor([17]), torch.full((1, 2, 4), 300.0), torch.ones(1, 2, 4))
+    [(given, loc, k, v)] = theirs.written
+    assert given is at
+    assert loc.tolist() == [17]
+    # 300 / 0.5 lies beyond FP8's largest number; sglang's own cast on CUDA would overflow.
+    assert k.float().unique().tolist() == [448.0]
+    assert v.float().unique().tolist() == [0.5]
+
+
+def test_layers_with_a_window_are_found_and_written_in_their_own_pool() -> None:
+    full, window = ServersPool(), ServersPool()
+    theirs = SimpleNamespace(
+        full_kv_pool=full,
+        swa_kv_pool=window,
+        layers_mapping={1: (0, False), 0: (0, True), 2: (1, True)},
+        full_to_swa_index_mapping=torch.arange(48).flip(0),
+    )
+    own: Any = served_pool(theirs)
+    assert [(layer.is_swa, layer.index) for layer in own.layers_mapping] == [
+        (True, 0),
+        (False, 0),
+        (True, 1),
+    ]
+    assert own.get_kv_buffer(2)[0].data_ptr() == window.k.data_ptr()
+    assert own.get_kv_buffer(1)[0].data_ptr() == full.k.data_ptr()
+    assert own.translate_loc_from_full_to_swa(torch.tensor([0, 40])).tolist() == [47, 7]
+    rows = torch.ones(1, 2, 4)
+    own.set_kv_buffer(RadixAttention(2, 4, 2, 4, 4, 1.0), torch.tensor([3]), rows, rows)
+    assert full.written == []
+    assert window.written[0][0].layer_id == 1
+    theirs.full_to_swa_index_mapping = torch.zeros(48, dtype=torch.int64)
+    assert own.translate_loc_from_full_to_swa(torch.tensor([40])).tolist() == [0]
+
+
+def test_a_latent_pool_is_shown_by_page_and_written_as_latent_and_rope() -> None:
+    buffer, written = torch.zeros(48, 1, 576), []
+    theirs = SimpleNamespace(
+        size=32,
+        page_size=16,
+        dtype=torch.float32,
+        kv_lora_rank=512,
+        get_key_buffer=lambda layer_id: buffer,
+        set_mla_kv_buffer=lambda *arguments: written.append(arguments),
+    )
+    own: Any = served_pool(theirs)
+    assert own.get_key_buffer(0).shape == (3, 16, 576)
+    assert own.get_key_buffer(0).data_ptr() == buffer.data_ptr()
+    latent, rope = torch.randn(2, 512), torch.randn(2, 1, 64)
+    own.set_mla_kv_buffer(
+        RadixAttention(0, 4, 1, 576, 512, 1.0), torch.tensor([1, 2]), latent, rope
+    )
+    [(_, loc, k_nope, k_rope)] = written
+    assert loc.tolist() == [1, 2]
+    assert torch.equal(k_nope, latent[:, None])
+    assert torch.equal(k_rope, rope)

@@ -1,0 +1,134 @@
+"""A server that our backends cannot serve ends before it loads a model, with one line."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness.errors import UsageError
+from harness.plugin import served as served_module
+from harness.plugin.launch import check_launch, chosen
+from harness.plugin.register import check_arguments
+from harness.plugin.served import SERVED
+
+HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
+
+
+def arguments(*, mla: bool = False, **changes: Any) -> Any:
+    """Of a server on one of our backends, as ``ServerArgs`` has them once defaults are filled."""
+    fields: dict[str, Any] = {
+        "attention_backend": f"specgate_{'mla' if mla else 'mha'}",
+        "prefill_attention_backend": None,
+        "decode_attention_backend": None,
+        "speculative_draft_attention_backend": None,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4,
+        "page_size": 64,
+        "kv_cache_dtype": "auto",
+        "device": "cuda",
+        "use_mla_backend": lambda: mla,
+    }
+    return SimpleNamespace(**fields | changes)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def take(capability: tuple[int, int]) -> None:
+        monkeypatch.setattr(served_module, "compute_capability", lambda device: capability)
+
+    take(HOPPER)
+    return take
+
+
+@pytest.mark.parametrize(
+    ("mla", "changes"),
+    [
+        (False, {}),
+        (False, {"kv_cache_dtype": "fp8_e4m3", "page_size": 16}),
+        (False, {"speculative_eagle_topk": None, "speculative_num_draft_tokens": None}),
+        (True, {}),
+        # Another's server is none of our business.
+        (True, {"attention_backend": "triton", "page_size": 1, "speculative_eagle_topk": 4}),
+    ],
+)
+def test_what_the_kernels_serve_is_launched(
+    mla: bool, changes: dict[str, Any], on_gpu: Any
+) -> None:
+    check_launch(arguments(mla=mla, **changes), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("mla", "changes", "said"),
+    [
+        (False, {"speculative_eagle_topk": 4}, "speculative_eagle_topk = 4"),
+        (False, {"page_size": 1}, "page_size = 1 is not accepted; accepted: 16, 32, 64, 128"),
+        (True, {"page_size": 32}, "page_size = 32 is not accepted; accepted: 64"),
+        (True, {"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype = 'fp8_e4m3'"),
+        (False, {"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype = 'fp8_e5m2'"),
+        (False, {"speculative_num_draft_tokens": 17}, "speculative_num_draft_tokens = 17"),
+        (False, {"enable_mixed_chunk": True}, "enable_mixed_chunk = True"),
+        (False, {"enable_dp_attention": True}, "enable_dp_attention = True"),
+        (True, {"attention_backend": "specgate_mha"}, "attention of the model = 'mla'"),
+        # A backend that serves one phase alone is checked, too.
+        (
+            False,
+            {"attention_backend": "triton", "decode_attention_backend": "specgate_mha"}
+            | {"page_size": 8},
+            "page_size = 8",
+        ),
+        (
+            False,
+            {"attention_backend": "triton", "speculative_draft_attention_backend": "specgate_mla"},
+            "attention of the model = 'mha'",
+        ),
+    ],
+)
+def test_what_they_do_not_serve_is_refused_by_name(
+    mla: bool, changes: dict[str, Any], said: str, on_gpu: Any
+) -> None:
+    with pytest.raises(UsageError, match=f"^specgate_.*{said}") as refusal:
+        check_launch(arguments(mla=mla, **changes), "cuda")
+    assert "\n" not in str(refusal.value)
+
+
+def test_blackwell_gets_trtllm_gen_and_its_limits(on_gpu: Any) -> None:
+    on_gpu(BLACKWELL)
+    check_launch(arguments(mla=True, page_size=32, kv_cache_dtype="fp8_e4m3"), "cuda")
+    with pytest.raises(UsageError, match="page_size = 128"):
+        check_launch(arguments(page_size=128), "cuda")
+
+
+def test_a_gpu_without_a_kernel_is_refused_with_those_that_have_one(on_gpu: Any) -> None:
+    on_gpu(AMPERE)
+    with pytest.raises(UsageError, match=r"compute capability .*\(8, 0\).*9\.0 \(flash_mla\)"):
+        check_launch(arguments(mla=True), "cuda")
+
+
+def test_a_refusal_ends_the_launch_without_a_traceback(on_gpu: Any) -> None:
+    called = []
+    with pytest.raises(SystemExit, match=r"^specgate: specgate_mha: page_size = 1 "):
+        check_arguments(called.append, arguments(page_size=1))
+    assert called == []
+    check_arguments(called.append, given := arguments())
+    assert called == [given]
+
+
+def test_every_optimization_is_switched_off_by_name() -> None:
+    assert set(SERVED) == {
+        "specgate_mha",
+        "specgate_mha-context_kernel",
+        "specgate_mha-verify_fix_up",
+        "specgate_mha-dead_topk",
+        "specgate_mla",
+        "specgate_mla-host_lengths",
+        "specgate_mla-kv_indices",
+    }
+    plain = {name: SERVED[name] for name in ("specgate_mha", "specgate_mla")}
+    for name, served in SERVED.items():
+        own = plain[name.partition("-")[0]]
+        undone = (served.backend, served.draft_backend, served.has_dead_topk)
+        assert (undone == (own.backend, own.draft_backend, own.has_dead_topk)) == (name in plain)
+    two = arguments(attention_backend="specgate_mha", decode_attention_backend="specgate_mha")
+    assert [served.name for served in chosen(two)] == ["specgate_mha"]

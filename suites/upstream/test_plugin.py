@@ -1,0 +1,58 @@
+"""sglang's own plugin loader finds our backends, and nothing else of a server changes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from harness.plugin.served import SERVED
+from harness.sglang.releases import find_release
+
+
+@pytest.fixture(scope="module")
+def loaded(request: pytest.FixtureRequest) -> dict[str, Any]:
+    version = request.config.getoption("--release")
+    if version is None:
+        pytest.skip("needs --release VERSION: specgate upstream")
+    if not find_release(version).has_plugins:
+        pytest.skip(f"sglang {version} loads no plugins")
+    command = [sys.executable, "-m", "fixtures.drivers.registered_plugin", version]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_every_backend_can_be_chosen(loaded: dict[str, Any]) -> None:
+    assert loaded["choices"] == loaded["registered"] == list(SERVED)
+    assert loaded["mla"] == "MLA"
+
+
+def test_every_hook_found_its_target(loaded: dict[str, Any]) -> None:
+    # sglang only logs a hook whose target is gone.
+    assert [name.rpartition(".")[2] for name in loaded["hooked"]] == [
+        "check_server_args",
+        "_create_backend",
+        "capture_one_shape",
+        "_capture_cuda_graphs",
+    ]
+
+
+def test_the_factory_of_drafts_makes_ours_and_others(loaded: dict[str, Any]) -> None:
+    assert loaded["created"] == [["PluginMultiStepDraftBackend", "2"], ["PluginBackend", "0"]]
+    assert [name for name, _ in loaded["others"]] == ["Mock", "Mock"]
+
+
+def test_draft_extend_is_captured_for_ours_alone(loaded: dict[str, Any]) -> None:
+    assert loaded["captured"] == [True, False]
+
+
+def test_only_ours_leave_out_the_choice_that_nobody_reads(loaded: dict[str, Any]) -> None:
+    own, with_dead_topk, others = loaded["argmax"]
+    assert with_dead_topk
+    assert others
+    assert not own
