@@ -45,6 +45,19 @@ def test_no_plan_waits(subject: str, mode: Mode, cuda: torch.device) -> None:
         runner.replay(rig.batch)
 
 
+@pytest.mark.parametrize(("subject", "launches"), [(XQA, 0), ("trtllm_mha-verify_fix_up/xqa", 1)])
+@torch.no_grad()
+def test_the_hook_after_drafting_launches_nothing_but_in_the_baseline(
+    subject: str, launches: int, cuda: torch.device
+) -> None:
+    rig = ragged_rig(subject, Mode.TARGET_VERIFY, cuda)
+    replayed(rig, BUCKET).prepare(rig.batch)
+    with observe(cuda) as effects:
+        rig.backend.update_verify_buffers_to_fill_after_draft(rig.batch.spec_info, BUCKET)
+    assert effects.activity.launched.total() == launches
+    assert effects.host_syncs == []
+
+
 def test_a_wait_is_told_with_its_line_and_a_graph_apart_from_launches(cuda: torch.device) -> None:
     x = torch.arange(8.0, device=cuda)
     graph = CudaGraph(cuda)
