@@ -18,7 +18,8 @@ from harness.sglang.releases import Release
 from harness.sglang_subjects import SGLangSubject
 from harness.subjects import Subject
 
-KERNELS = {Family.MHA: ("xqa", "trtllm_gen"), Family.MLA: ("flash_mla", "trtllm_gen")}
+GENERATED = "trtllm_gen"
+HOPPER = {Family.MHA: "xqa", Family.MLA: "flash_mla"}
 PREFIX = "specgate"
 """Names of our backends in a server begin with it."""
 
@@ -66,8 +67,11 @@ class PluginSubject(SGLangSubject):
         return Subject.numerics(self, device)
 
 
-def plugin_subjects(release: Release) -> tuple[PluginSubject, ...]:
-    """Both backends on each kernel; none in a release without plugins."""
+def plugin_subjects(
+    release: Release, device: torch.device | str = "cpu"
+) -> tuple[PluginSubject, ...]:
+    """Both backends on a kernel of the device; none in a release without plugins."""
+    on_gpu = torch.device(device).type == "cuda"
     return tuple(
         PluginSubject(
             name=f"sglang-{release.version}/{PREFIX}_{family}/{kernel}",
@@ -78,6 +82,6 @@ def plugin_subjects(release: Release) -> tuple[PluginSubject, ...]:
             classes=PluginClasses(f"{PREFIX}_{family}", "", "", "", takes_rope=takes_rope),
         )
         for family, takes_rope in ((Family.MHA, True), (Family.MLA, False))
-        for kernel in KERNELS[family]
+        for kernel in (HOPPER[family] if on_gpu else GENERATED,)
         if release.has_plugins
     )

@@ -35,7 +35,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         release = find_release(version)
         subjects = [
             subject
-            for subject in sglang_subjects(release, source, device) + plugin_subjects(release)
+            for subject in (
+                *sglang_subjects(release, source, device),
+                *plugin_subjects(release, device),
+            )
             if wanted == "all" or subject.classes.name.startswith((wanted, PREFIX))
         ]
         counted = metafunc.function.__name__ == test_effects.__name__
