@@ -109,6 +109,23 @@ def test_a_finding_that_no_trial_shows_is_told(monkeypatch: pytest.MonkeyPatch) 
     assert unseen_findings(find_release("0.5.16"), [elsewhere]) == []
 
 
+def test_a_finding_whose_trials_show_another_may_be_there_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = (
+        "mha-decode-context_edge_bs1 trtllm_mha/xqa graph",
+        "mha-decode-page16 trtllm_mha/xqa graph",
+    )
+    hidden = replace(FINDING, id="hidden", case="mha-*", message="never", trials=own)
+    monkeypatch.setattr(upstream, "FINDINGS", (FINDING, hidden))
+    release = find_release("0.5.16")
+    seen = replace(SHOWN, verdict=Verdict.WAIVED, message=f"wall: {SHOWN.message}")
+    assert unseen_findings(release, [seen]) == []
+    passed = replace(SHOWN, case="mha-decode-page16", verdict=Verdict.PASSED, message="")
+    assert unseen_findings(release, [seen, passed]) == ["hidden"]
+    assert unseen_findings(release, [replace(seen, case="mha-decode-fp16")]) == ["hidden"]
+
+
 def whole_matrix(subjects: Iterable[SGLangSubject]) -> list[SGLangSubject]:
     """Those that every row of their family is planned on."""
     return [s for s in subjects if s.kernel not in (REFERENCE, INTERPRETED)]
