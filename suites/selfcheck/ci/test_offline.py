@@ -252,8 +252,12 @@ def test_metadata_is_found_as_that_of_an_editable_install(tmp_path: Path) -> Non
     assert written.name == f"specgate-{project['version']}.dist-info"
     [found] = distributions(name="specgate", path=[str(tmp_path)])
     assert found.version == project["version"]
-    scripts = {entry.name: entry.value for entry in found.entry_points}
+    scripts = {
+        entry.name: entry.value for entry in found.entry_points.select(group="console_scripts")
+    }
     assert scripts == project["scripts"]
+    groups = {"console_scripts", *project["entry-points"]}
+    assert found.entry_points.groups == groups
 
 
 def test_metadata_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

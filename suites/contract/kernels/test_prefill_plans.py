@@ -1,0 +1,106 @@
+"""Plans of FlashInfer's prefill: shared by like prompts, bounded, and kept where a graph reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from harness.errors import CaptureViolation
+from harness.kernels import flashinfer_prefill
+from harness.kernels.flashinfer_plan import PrefillGeometry
+from harness.kernels.flashinfer_prefill import KEPT_PLANS, PagedPrefill, rounded_width
+from harness.kernels.interface import ContextCall
+
+
+class Plan:
+    """Gives each query row its request's number of queries; counts what was planned."""
+
+    made: list[PrefillGeometry]
+
+    def __init__(self, geometry: PrefillGeometry, device: torch.device) -> None:
+        self.geometry = geometry
+        self.made.append(geometry)
+
+    def fill(self, cu_seqlens_q: torch.Tensor, *_: torch.Tensor) -> None:
+        self.lens = cu_seqlens_q.diff().tolist()
+
+    def run(self, q: torch.Tensor, *_: Any) -> torch.Tensor:
+        rows = torch.zeros(self.geometry.rows, *q.shape[1:])
+        for request, count in enumerate(self.lens):
+            start = request * self.geometry.max_q_len
+            rows[start : start + count] = float(count)
+        return rows
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """[True] while a graph is captured."""
+    capturing = [False]
+    Plan.made = []
+    monkeypatch.setattr(flashinfer_prefill, "PrefillPlan", Plan)
+    monkeypatch.setattr(flashinfer_prefill, "is_readable", lambda _: not capturing[0])
+    return capturing
+
+
+def call(*lens: int) -> ContextCall:
+    """Prompts of these lengths, without a prefix."""
+    counts = torch.tensor(lens, dtype=torch.int32)
+    ends = torch.cat((counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)))
+    cache = torch.zeros(4, 16, 1, 8)
+    return ContextCall(
+        q=torch.zeros(sum(lens), 2, 8),
+        caches=(cache, cache),
+        block_tables=torch.zeros(len(lens), 4, dtype=torch.int32),
+        seq_lens=counts,
+        max_seq_len=64,
+        bmm1_scale=1.0,
+        bmm2_scale=1.0,
+        out_dtype=torch.float32,
+        cu_seqlens_q=ends,
+        cu_seqlens_k=ends,
+        max_q_len=max(lens),
+    )
+
+
+@pytest.mark.parametrize("length", [1, 4, 8, 15, 16, 17, 100, 1000, 1024, 8191, 8192, 8193])
+def test_a_width_is_rounded_up_by_an_eighth_at_most(length: int) -> None:
+    assert length <= rounded_width(length) <= length * 1.125
+    # Widths of drafts stay what they are: their graphs are counted to the node.
+    assert length > 16 or rounded_width(length) == length
+
+
+def test_like_prompts_share_a_plan_and_get_their_own_rows(captures: list[bool]) -> None:
+    prefill = PagedPrefill(torch.device("cpu"))
+    for lens in ((1000, 3), (1001, 40), (1024, 1)):
+        out = prefill(call(*lens))[:, 0, 0].tolist()
+        assert out == [float(n) for n in lens for _ in range(n)]
+    assert [geometry.max_q_len for geometry in Plan.made] == [1024]
+
+
+def test_only_the_plans_last_used_are_kept(captures: list[bool]) -> None:
+    prefill = PagedPrefill(torch.device("cpu"))
+    lengths = [16 + 2 * i for i in range(8)] + [32 + 4 * i for i in range(8)]
+    assert len({rounded_width(length) for length in lengths}) == KEPT_PLANS
+    for length in (*lengths, lengths[0], 200, lengths[0], lengths[1]):
+        prefill(call(length))
+    # The first was used again before the seventeenth came; the second was pushed out by it.
+    assert [geometry.max_q_len for geometry in Plan.made] == [*lengths, 208, lengths[1]]
+
+
+def test_a_plan_that_a_graph_reads_is_kept(captures: list[bool]) -> None:
+    prefill = PagedPrefill(torch.device("cpu"))
+    prefill(call(4, 4))
+    captures[0] = True
+    prefill(call(4, 4))
+    captures[0] = False
+    for length in range(17, 17 + 2 * KEPT_PLANS):
+        prefill(call(length * 8))
+    planned = len(Plan.made)
+    prefill(call(4, 4))
+    assert len(Plan.made) == planned
+    captures[0] = True
+    prefill(call(4, 4))
+    with pytest.raises(CaptureViolation, match=r"planned during capture.*max_q_len 5"):
+        prefill(call(5))
