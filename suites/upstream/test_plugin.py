@@ -16,8 +16,8 @@ from harness.sglang.releases import find_release
 @pytest.fixture(scope="module")
 def loaded(request: pytest.FixtureRequest) -> dict[str, Any]:
     version = request.config.getoption("--release")
-    if version is None:
-        pytest.skip("needs --release VERSION: specgate upstream")
+    if version is None or request.config.getoption("--device") != "cpu":
+        pytest.skip("needs --release VERSION and a CPU: specgate upstream")
     if not find_release(version).has_plugins:
         pytest.skip(f"sglang {version} loads no plugins")
     command = [sys.executable, "-m", "fixtures.drivers.registered_plugin", version]
