@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ci.bench import exports, github, history, junit, latency_table
+from ci.bench import exports, github, history, junit, latency_table, pytorch_benchmark
 from ci.bench.bench_report import BenchReport
 from ci.bench.page import page
 from harness.errors import UsageError, rejected
@@ -29,8 +29,9 @@ def write(bench: Path, folder: Path, past: Path, *, notes: Sequence[str] = ()) -
 
     Args:
         bench: a ``bench.jsonl``.
-        folder: made where missing; gets bench.xml, bench.json, bench.openmetrics.txt, summary.md
-            and bench.html. Figures of a ``latency.json`` in it go into the JSON and OpenMetrics.
+        folder: made where missing; gets bench.xml, bench.json, bench.pytorch.json,
+            bench.openmetrics.txt, summary.md and bench.html. Figures of a ``latency.json`` in it go
+            into bench.json and the OpenMetrics.
         past: file of the history, made where missing.
         notes: further lines of the summary.
 
@@ -47,6 +48,7 @@ def write(bench: Path, folder: Path, past: Path, *, notes: Sequence[str] = ()) -
             "bench.xml": junit.document(report.cases),
             "bench.json": exports.smaller_is_better(report.cases, figures),
             "bench.openmetrics.txt": exports.openmetrics(report.cases, figures),
+            "bench.pytorch.json": pytorch_benchmark.document(report.cases),
             SUMMARY: summary,
             PAGE: page(report, series),
         }

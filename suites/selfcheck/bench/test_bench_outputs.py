@@ -14,7 +14,17 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from ci.bench import __main__ as command
-from ci.bench import charts, exports, github, history_plots, junit, page, plots, request_plots
+from ci.bench import (
+    charts,
+    exports,
+    github,
+    history_plots,
+    junit,
+    page,
+    plots,
+    pytorch_benchmark,
+    request_plots,
+)
 from ci.bench.bench_report import BenchReport
 from ci.bench.case_report import number
 from ci.bench.history import Series, all_series
@@ -241,6 +251,35 @@ def test_smaller_is_better_is_the_cost_of_b_over_a(moved: BenchReport) -> None:
     ends = (row.evidence.low, row.evidence.high)
     assert half == pytest.approx(max(abs(x / row.evidence.ratio - 1) for x in ends), abs=1e-4)
     assert entries[f"{BS1}/tpot @ cpu"]["range"] == "± ∞"  # five blocks bound nothing
+
+
+def test_pytorch_records_have_the_number_of_every_trial(moved: BenchReport) -> None:
+    records = json.loads(pytorch_benchmark.document(moved.cases))
+    named = {
+        (r["model"]["name"], r["metric"]["name"], r["metric"]["extra_info"]["arm"]): r
+        for r in records
+        if r["metric"]["extra_info"]["session"] == "candidate"
+    }
+    [case] = [row for row in moved.judged if row.case == f"{BS8}/tpot"]
+    a, b = named[BS8, "tpot", "A"], named[BS8, "tpot", "B"]
+    assert (a["model"]["backend"], b["model"]["backend"]) == (
+        case.session.a.name,
+        case.session.b.name,
+    )
+    valid = [block for block in case.blocks if not block.invalid]
+    own, other = (record["metric"]["benchmark_values"] for record in (a, b))
+    # Every block has as many trials of one arm as of the other.
+    assert len(own) == len(other) == sum(len(block.values) for block in valid) / 2
+    assert sum(own) + sum(other) == pytest.approx(sum(sum(block.values) for block in valid))
+    assert sum(other) / sum(own) == pytest.approx(1.05, abs=0.02)
+    assert b["metric"]["unit"] == case.unit
+    assert b["metric"]["extra_info"]["verdict"] == "regressed"
+    # Required fields of the format, and controls left out.
+    for record in records:
+        assert all(record[part]["name"] for part in ("benchmark", "model", "metric"))
+        assert record["metric"]["benchmark_values"]
+    controls = {row.session.id for row in moved.cases if row.is_control}
+    assert not controls & {record["metric"]["extra_info"]["session"] for record in records}
 
 
 def test_openmetrics_can_be_read_back(moved: BenchReport) -> None:
@@ -494,6 +533,7 @@ def test_command_writes_everything_and_ends_with_the_verdict(
         "bench.html",
         "bench.json",
         "bench.openmetrics.txt",
+        "bench.pytorch.json",
         "bench.xml",
         "history.jsonl",
         "summary.md",
