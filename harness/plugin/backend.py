@@ -9,6 +9,8 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from harness.attention.paged_backend import PagedBackend
+from harness.core.case import Family
+from harness.errors import UsageError, rejected
 from harness.kernels.interface import Kernel
 from harness.kernels.registry import new_kernel
 from harness.plugin.batches import our_batch, our_layer
@@ -225,6 +227,10 @@ def new_plugin_backend(
 
 
 def _arguments(served: ServedBackend, runner: Any, kernel: Kernel | None) -> dict[str, Any]:
+    family = Family.MLA if runner.use_mla_backend else Family.MHA
+    if family is not served.family:
+        given = f"attention of the model for {served.name}"
+        raise UsageError(rejected(given, family.value, served.family.value))
     arguments = _speculation(runner)
     return {
         "kernel": kernel or served_kernel(served, _device(runner)),

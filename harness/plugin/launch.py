@@ -52,9 +52,11 @@ def _refused(
     served: ServedBackend, arguments: Any, device: str
 ) -> Iterator[tuple[str, object, str]]:
     capability = served.capability(device)
-    family = Family.MLA if arguments.use_mla_backend() else Family.MHA
-    if family is not served.family:
-        yield "attention of the model", family.value, served.family.value
+    # From 0.5.20 on only the model runner knows; backends check it, too, when they are made.
+    if hasattr(arguments, "use_mla_backend"):
+        family = Family.MLA if arguments.use_mla_backend() else Family.MHA
+        if family is not served.family:
+            yield "attention of the model", family.value, served.family.value
     topk = arguments.speculative_eagle_topk
     if topk not in (None, 1):
         yield "speculative_eagle_topk", topk, "1: the draft is a chain"

@@ -47,6 +47,11 @@ def test_the_factory_of_drafts_makes_ours_and_others(loaded: dict[str, Any]) -> 
     assert [name for name, _ in loaded["others"]] == ["Mock", "Mock"]
 
 
+def test_a_model_of_the_other_family_is_refused(loaded: dict[str, Any]) -> None:
+    said = "attention of the model for specgate_mla = 'mha' is not accepted; accepted: mla"
+    assert loaded["refused"] == said
+
+
 def test_draft_extend_is_captured_for_ours_alone(loaded: dict[str, Any]) -> None:
     assert loaded["captured"] == [True, False]
 

@@ -93,6 +93,13 @@ def test_what_they_do_not_serve_is_refused_by_name(
     assert "\n" not in str(refusal.value)
 
 
+def test_releases_whose_arguments_do_not_know_the_family_are_checked_otherwise(on_gpu: Any) -> None:
+    newer = arguments(page_size=1)
+    del newer.use_mla_backend
+    with pytest.raises(UsageError, match="page_size = 1"):
+        check_launch(newer, "cuda")
+
+
 def test_blackwell_gets_trtllm_gen_and_its_limits(on_gpu: Any) -> None:
     on_gpu(BLACKWELL)
     check_launch(arguments(mla=True, page_size=32, kv_cache_dtype="fp8_e4m3"), "cuda")
