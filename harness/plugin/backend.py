@@ -157,6 +157,9 @@ class PluginMultiStepDraftBackend:
         runner: the draft's ``ModelRunner``.
         speculative_num_steps: steps of a round.
         kernel: as of ``new_plugin_backend``.
+
+    Raises:
+        UsageError: the draft has layers with a window, whose locations planning would translate.
     """
 
     def __init__(
@@ -167,6 +170,9 @@ class PluginMultiStepDraftBackend:
         kernel: Kernel | None = None,
     ) -> None:
         arguments = _arguments(served, runner, kernel)
+        if isinstance(arguments["token_to_kv_pool"], SWAKVPool):
+            accepted = "a draft whose layers see every key"
+            raise UsageError(rejected(f"KV pool of {served.name}'s draft", "SWAKVPool", accepted))
         arguments["speculative_num_steps"] = speculative_num_steps
         self.ours = served.draft_backend(**arguments)
         self.needs_cpu_seq_lens = self.ours.needs_cpu_seq_lens
@@ -179,13 +185,9 @@ class PluginMultiStepDraftBackend:
 
     def _batch(self, theirs: Any) -> ForwardBatch:
         batch = self.attn_backends[0].batch(theirs)
-        steps, bs = len(self.attn_backends), batch.batch_size
-        if isinstance(self.attn_backends[0].ours.token_to_kv_pool, SWAKVPool) and bs:
-            loc = batch.out_cache_loc.view(bs, -1)[:, :steps].t().flatten()
-        else:
-            # A step is handed its own locations when it runs; planning needs their number alone.
-            loc = batch.out_cache_loc[: steps * bs]
-        return batch.with_changes(out_cache_loc=loc)
+        # A step is handed its own locations when it runs; planning needs their number alone.
+        rows = len(self.attn_backends) * batch.batch_size
+        return batch.with_changes(out_cache_loc=batch.out_cache_loc[:rows])
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan every step of an eager draft."""

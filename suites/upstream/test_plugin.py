@@ -47,9 +47,17 @@ def test_the_factory_of_drafts_makes_ours_and_others(loaded: dict[str, Any]) -> 
     assert [name for name, _ in loaded["others"]] == ["Mock", "Mock"]
 
 
-def test_a_model_of_the_other_family_is_refused(loaded: dict[str, Any]) -> None:
-    said = "attention of the model for specgate_mla = 'mha' is not accepted; accepted: mla"
-    assert loaded["refused"] == said
+def test_a_draft_that_ours_do_not_serve_is_refused(loaded: dict[str, Any]) -> None:
+    assert loaded["refused"] == [
+        "attention of the model for specgate_mla = 'mha' is not accepted; accepted: mla",
+        "KV pool of specgate_mha's draft = 'SWAKVPool' is not accepted; accepted: a draft whose "
+        "layers see every key",
+    ]
+
+
+def test_padded_rows_of_a_draft_extend_have_room_for_its_queries(loaded: dict[str, Any]) -> None:
+    # sglang's runner pads with this number, and a query before the first key reads what is there.
+    assert loaded["fill_values"] == [4, 1, 1]
 
 
 def test_draft_extend_is_captured_for_ours_alone(loaded: dict[str, Any]) -> None:
