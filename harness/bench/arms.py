@@ -5,17 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from harness.bench.server_pool import Server
+from harness.bench.server_pool import Server, Started
 from harness.bench.session_records import ArmFacts
 from harness.core.argument_types import is_http_url
-from harness.errors import ContractError, UsageError, rejected
+from harness.errors import ContractError, NotReady, UsageError, rejected
 from harness.server.launch import process
-from harness.server.launch.sglang_command import sglang
+from harness.server.launch.sglang_command import DRAWN_WEIGHTS, sglang
 
 EMBEDDED = (
     "spec",
@@ -28,12 +29,21 @@ EMBEDDED = (
     "kernel",
     "device",
 )
-SGLANG = ("num_steps", "num_draft_tokens", "max_running_requests", "context_length")
+SGLANG = (
+    "num_steps",
+    "num_draft_tokens",
+    "max_running_requests",
+    "context_length",
+    "max_total_tokens",
+    "accept_length",
+)
 COMMON = ("pair", "python", "slowdown", "name")
 KINDS: dict[str, tuple[str, ...]] = {
     "embedded": (*COMMON, *EMBEDDED),
-    "sglang": (*COMMON, "backend", "target", "draft", "args", *SGLANG),
+    "sglang": (*COMMON, "backend", "target", "draft", "shape", "args", *SGLANG),
 }
+MODELS = ("pair", "target", "shape")
+"""Each says alone what an arm serves."""
 NUMBERS = {*SGLANG, "page_size", "num_pages"}
 FORMS = {
     "embedded:KEY=VALUE,…": "this project's engine, as specgate serve starts it",
@@ -48,12 +58,26 @@ MEANINGS = {
     "backend": "attention backend, such as triton (the default) or trtllm_mha",
     "target": "folder of a model, instead of a pair",
     "draft": "folder of its draft, or none",
+    "shape": "widths of a real model, with weights that are drawn",
+    "max_total_tokens": "size of the KV pool",
+    "accept_length": "simulated tokens of every verify; 3 for a shape",
     "args": "further flags of sglang.launch_server, separated by spaces",
 }
 """Keys that are no options of ``specgate serve``."""
 EXAMPLE = "--a sglang:pair=gqa --b sglang:pair=gqa,backend=flashinfer"
 WIDTH = 78
 DEFAULT_PAIR = "gqa"
+OF_A_SHAPE = {
+    "num_steps": 3,
+    "num_draft_tokens": 4,
+    "accept_length": 3,
+    "max_running_requests": 32,
+    "context_length": 90_112,
+    "max_total_tokens": 102_400,
+}
+"""Every round of a drawn draft is wrong, so what is accepted is fixed."""
+SHAPE_ARGS = (*DRAWN_WEIGHTS, "--page-size", "64", "--disable-prefill-cuda-graph")
+"""A page size that every backend takes; a prefill in graphs is compiled for minutes."""
 MOST_SLOWDOWN = 10.0
 VERSION_SCRIPT = "import importlib.metadata as m, sys; print(*(m.version(p) for p in sys.argv[1:]))"
 
@@ -69,6 +93,7 @@ class Arm:
         url: of an attached server.
         slowdown: share of a step's time that is added to every step; 0 for none.
         pairs: folders of the shipped pairs by name.
+        shapes: folders of the shapes by name, laid out as a pair's.
     """
 
     spec: str
@@ -77,12 +102,18 @@ class Arm:
     url: str = ""
     slowdown: float = 0.0
     pairs: Mapping[str, Path] = field(default_factory=dict)
+    shapes: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def pair(self) -> str | None:
         """Name of the shipped pair that it serves, None where its model is unknown."""
-        is_known = self.kind != "url" and "target" not in self.options
+        is_known = self.kind != "url" and not {"target", "shape"} & self.options.keys()
         return self._named_pair if is_known else None
+
+    @property
+    def shape(self) -> str | None:
+        """Name of the shape that it serves. Its rounds accept a fixed number of tokens."""
+        return self.options.get("shape")
 
     @property
     def _named_pair(self) -> str:
@@ -105,6 +136,19 @@ class Arm:
     def start(self, log: Path) -> Server:
         """Start it, without waiting; a new port every time."""
         return process.ServerProcess(self._launch(), log)
+
+    def start_among(self, started: Started, log: Path) -> Server:
+        """Start it beside others, and wait for it where it sizes itself by what they leave free.
+
+        sglang takes a share of the memory that is free when it starts; a small model's pool is
+        stated instead. One that does not become ready raises again in ``wait_ready``.
+        """
+        server = self.start(log)
+        started[self.spec].append(server)
+        if self.shape:
+            with suppress(NotReady):
+                server.wait_ready()
+        return server
 
     def facts(self) -> ArmFacts:
         """Its facts in a plan; the port differs at every start and is left out.
@@ -131,8 +175,9 @@ class Arm:
             chosen: dict[str, Any] = {name: self.options.get(name) for name in EMBEDDED}
             chosen["slowdown"] = self.slowdown or None
             return process.embedded(self._named_pair, python=python, **chosen)
-        folder = self.pairs.get(self._named_pair)
-        numbers = {name: int(self.options[name]) for name in SGLANG if name in self.options}
+        folder = self.shapes[self.shape] if self.shape else self.pairs.get(self._named_pair)
+        numbers = dict(OF_A_SHAPE) if self.shape else {}
+        numbers |= {name: int(self.options[name]) for name in SGLANG if name in self.options}
         target = self.options.get("target") or (folder and folder / "target")
         draft = self.options.get("draft") or (folder and folder / "draft")
         if not target:
@@ -142,12 +187,16 @@ class Arm:
             draft=Path(draft) if draft and draft != "none" else None,
             attention_backend=self.options.get("backend", "triton"),
             python=python,
-            args=self.options.get("args", "").split(),
+            args=[*(SHAPE_ARGS if self.shape else ()), *self.options.get("args", "").split()],
             **numbers,
         )
 
 
-def parse(spec: str, pairs: Mapping[str, Path] | None = None) -> Arm:
+def parse(
+    spec: str,
+    pairs: Mapping[str, Path] | None = None,
+    shapes: Mapping[str, Path] | None = None,
+) -> Arm:
     """An arm from ``embedded:pair=gqa,…``, ``sglang:backend=triton,…`` or ``url:http://…``.
 
     Raises:
@@ -174,15 +223,20 @@ def parse(spec: str, pairs: Mapping[str, Path] | None = None) -> Arm:
         options=options,
         slowdown=_slowdown(options.get("slowdown", "0")),
         pairs=pairs or {},
+        shapes=shapes or {},
     )
     if arm.pairs and arm.pair and arm.pair not in arm.pairs:
         raise UsageError(rejected(f"pair of {kind}", arm.pair, ", ".join(arm.pairs)))
+    if arm.shape and arm.shape not in arm.shapes:
+        raise UsageError(rejected(f"shape of {kind}", arm.shape, ", ".join(arm.shapes)))
+    if len(models := [name for name in MODELS if name in options]) > 1:
+        raise UsageError(rejected(f"model of {kind}", ", ".join(models), "one of them"))
     return arm
 
 
 def grammar() -> str:
     """The grammar of an arm for ``--help``: its forms, its keys, an example; indented lines."""
-    keys = [f"  {name:<10}{meaning}" for name, meaning in MEANINGS.items()]
+    keys = [f"  {name:<17}{meaning}" for name, meaning in MEANINGS.items()]
     options = [
         fill(f"{kind}: {', '.join(known)}", WIDTH, initial_indent="  ", subsequent_indent="    ")
         for kind, known in KINDS.items()

@@ -72,7 +72,7 @@ class TrialMaker:
         return Trial(
             **vars(slot),
             workload=workload.id,
-            **measured.fields(workload),
+            **measured.fields(exact=workload.batch_size == 1 or arm.shape is not None),
             started=started,
             seconds=time.monotonic() - clock,
         )
@@ -127,8 +127,13 @@ class _Measured:
     sleep_s: float = 0.0
     correct: bool | None = None
 
-    def fields(self, workload: Workload) -> dict[str, Any]:
-        """Those of ``Trial`` that are measured."""
+    def fields(self, *, exact: bool) -> dict[str, Any]:
+        """Those of ``Trial`` that are measured.
+
+        Args:
+            exact: whether its counts have no noise. With one request at a time they have none, nor
+                where every verify accepts a fixed number; else batches depend on arrivals.
+        """
         samples = tuple(sample for one in self.passes for sample in one.samples)
         failures = tuple(line for one in self.passes for line in one.failures)
         cached = sum(sample.cached_tokens for sample in samples)
@@ -149,14 +154,11 @@ class _Measured:
             "flush_seconds": sum(flushed.seconds for flushed in self.flushes),
             "invalid": (*self.wrong, *failures[:3]),
             "slept_s": self.sleep_s,
-            "counts": {} if self.wrong or failures else _counts(workload, samples),
+            "counts": _counts(samples) if exact and not self.wrong and not failures else {},
         }
 
 
-def _counts(workload: Workload, samples: Sequence[Sample]) -> dict[str, int]:
-    """Counts that are exact with one request at a time; of several, batches depend on arrivals."""
-    if workload.batch_size > 1:
-        return {}
+def _counts(samples: Sequence[Sample]) -> dict[str, int]:
     return {
         "completion_tokens": sum(sample.completion_tokens for sample in samples),
         "spec_verify_ct": sum(sample.spec_verify_ct for sample in samples),

@@ -88,8 +88,10 @@ class PluginBackend(AttentionBackend):  # type: ignore[misc]
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what graphs read, and the mask that the tree builder writes."""
         self.ours.init_cuda_graph_state(max_bs, max_num_tokens)
-        width = self.ours.num_draft_tokens
-        if width and not self.ours.skip_prefill and not self._extends_draft:
+        width, own = self.ours.num_draft_tokens, self.ours.verify_mask
+        if own is not None:
+            self.cuda_graph_custom_mask = own.buffer
+        elif width and not self.ours.skip_prefill and not self._extends_draft:
             entries = tree_mask_numel(
                 TreeMaskMode.FULL_MASK, max_bs, width, self.ours.max_context_len
             )

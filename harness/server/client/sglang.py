@@ -23,7 +23,7 @@ class Answer:
 
     Args:
         output_ids: the tokens generated.
-        text: the same, decoded by the server.
+        text: the same, decoded by the server; empty where it has no tokenizer.
         prompt_tokens, completion_tokens, cached_tokens: counted by the server.
         spec_verify_ct: verify steps, 0 without speculation.
         finish_reason: such as "length"; empty in the middle of a stream.
@@ -48,7 +48,7 @@ class Answer:
             meta = body["meta_info"]
             return cls(
                 output_ids=tuple(body["output_ids"]),
-                text=body["text"],
+                text=body.get("text", ""),
                 prompt_tokens=meta["prompt_tokens"],
                 completion_tokens=meta["completion_tokens"],
                 cached_tokens=meta["cached_tokens"],

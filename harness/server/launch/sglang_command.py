@@ -7,12 +7,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from harness.errors import UsageError, rejected
 from harness.server.launch.ports import free_port
 from harness.server.launch.process import ServerSpec, flags
 
 READY_S = 300.0
 MAX_TOTAL_TOKENS, MEM_FRACTION_STATIC = 20_000, 0.3
 """Small enough for several servers on one GPU."""
+DRAWN_WEIGHTS = ("--load-format", "dummy", "--skip-tokenizer-init")
+"""Flags for a folder that holds a configuration alone."""
 
 
 def sglang(
@@ -24,6 +27,8 @@ def sglang(
     num_draft_tokens: int = 4,
     max_running_requests: int = 16,
     context_length: int = 2048,
+    max_total_tokens: int = MAX_TOTAL_TOKENS,
+    accept_length: int | None = None,
     python: str = sys.executable,
     args: Sequence[str] = (),
 ) -> ServerSpec:
@@ -37,9 +42,17 @@ def sglang(
         num_draft_tokens: tokens of a chain.
         max_running_requests: most at a time, and the largest captured batch.
         context_length: most tokens per request.
+        max_total_tokens: of the KV pool.
+        accept_length: tokens that every verify accepts whatever was drafted; None simulates none.
         python: an interpreter; two wheels are two environments.
         args: further flags, which win over those set here.
+
+    Raises:
+        UsageError: more tokens would be accepted than a round has.
     """
+    if accept_length is not None and accept_length > num_steps + 1:
+        accepted = f"at most {num_steps + 1}, with num_steps = {num_steps}"
+        raise UsageError(rejected("accept_length", accept_length, accepted))
     port = free_port()
     spec: dict[str, object] = {}
     if draft is not None:
@@ -59,7 +72,7 @@ def sglang(
         context_length=context_length,
         max_running_requests=max_running_requests,
         cuda_graph_max_bs_decode=max_running_requests,
-        max_total_tokens=MAX_TOTAL_TOKENS,
+        max_total_tokens=max_total_tokens,
         mem_fraction_static=MEM_FRACTION_STATIC,
         random_seed=0,
         log_level="warning",
@@ -78,6 +91,17 @@ def sglang(
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             # Suites on a CPU interpret their kernels; sglang's scheduler ends if its are.
             "TRITON_INTERPRET": "0",
+            **_simulated(accept_length),
         },
         ready_s=READY_S,
     )
+
+
+def _simulated(accept_length: int | None) -> dict[str, str]:
+    """Switches of sglang; with a whole number this method draws nothing."""
+    if accept_length is None:
+        return {}
+    return {
+        "SGLANG_SIMULATE_ACC_LEN": str(accept_length),
+        "SGLANG_SIMULATE_ACC_METHOD": "match-expected",
+    }

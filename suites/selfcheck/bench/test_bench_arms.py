@@ -1,13 +1,16 @@
 """Every arm is one word, and every mistake in one is named."""
 
+from collections import defaultdict
+
 import pytest
 
 from fixtures import bench
-from fixtures.tables.workloads import DEFAULT, WORKLOADS
+from fixtures.tables.workloads import DEFAULT, REAL_SIZE_ROWS, ROWS, WORKLOADS
 from harness.bench.arms import parse
 from harness.bench.plan import Setup
+from harness.bench.prompts import prompts
 from harness.bench.session_records import ArmFacts, Role, Workload
-from harness.errors import ContractError, UsageError
+from harness.errors import ContractError, NotReady, UsageError
 
 PAIRS = bench.PAIRS
 TWICE = f"{DEFAULT[0]},{DEFAULT[0]}"
@@ -52,6 +55,77 @@ def test_a_sglang_arm_has_a_pair_or_folders(monkeypatch):
         parse("sglang:backend=triton").facts()
 
 
+def test_a_shape_is_served_with_drawn_weights_and_a_fixed_accept_length(monkeypatch, tmp_path):
+    monkeypatch.setattr("harness.bench.arms._version", lambda python, package: "9")
+    folders = {"wide": tmp_path / "wide"}
+    spec = "sglang:shape=wide,backend=specgate_mha,max_running_requests=8,args=--page-size 32"
+    arm = parse(spec, PAIRS, folders)
+    words = " ".join(arm.facts().command)
+    assert (arm.pair, arm.shape) == (None, "wide")
+    assert f"--model-path {tmp_path}/wide/target" in words
+    assert f"--speculative-draft-model-path {tmp_path}/wide/draft" in words
+    for flag in ("--load-format dummy", "--skip-tokenizer-init", "--max-running-requests 8"):
+        assert flag in words
+    assert words.endswith("--page-size 32")
+    simulated = {name: value for name, value in arm._launch().env.items() if "SIMULATE_ACC" in name}
+    assert simulated == {
+        "SGLANG_SIMULATE_ACC_LEN": "3",
+        "SGLANG_SIMULATE_ACC_METHOD": "match-expected",
+    }
+    assert not any("SIMULATE" in name for name in parse("sglang:", PAIRS)._launch().env)
+    with pytest.raises(UsageError, match="accept_length = 5 is not accepted; accepted: at most 4"):
+        parse("sglang:shape=wide,accept_length=5", PAIRS, folders).facts()
+
+
+class Starting:
+    """A server that notes when it is waited for."""
+
+    def __init__(self, events, *, hangs):
+        self.events, self.hangs = events, hangs
+        events.append("start")
+
+    def wait_ready(self):
+        self.events.append("ready")
+        if self.hangs:
+            raise NotReady("it hangs")
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize(
+    ("spec", "events"),
+    [
+        ("sglang:shape=wide", ["start", "ready", "start", "ready"]),
+        ("sglang:pair=gqa", ["start", "start"]),
+    ],
+)
+def test_servers_of_a_shape_start_one_after_another(monkeypatch, tmp_path, spec, events, hangs):
+    seen, started = [], defaultdict(list)
+    monkeypatch.setattr("harness.bench.arms.Arm.start", lambda *_: Starting(seen, hangs=hangs))
+    arm = parse(spec, PAIRS, {"wide": tmp_path})
+    servers = [arm.start_among(started, tmp_path / "log") for _ in range(2)]
+    assert (seen, started) == (events, {spec: servers})
+
+
+def test_arms_of_two_shapes_are_refused(capsys):
+    words = ["--a", "sglang:shape=llama-3.1-8b", "--b", "sglang:pair=gqa"]
+    assert bench.main(words) == 2
+    assert "shape of b = None is not accepted; accepted: llama-3.1-8b" in capsys.readouterr().err
+
+
+def test_a_shape_is_asked_workloads_of_real_size(capsys):
+    words = ["--a", "sglang:shape=deepseek-v2-lite", "--sessions", "A/A", "--dry-run"]
+    assert bench.main(words) == 0
+    assert "each on bs1-in128-out193, bs8-in1024-out97" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("row", REAL_SIZE_ROWS, ids=lambda row: row.id)
+def test_every_prompt_of_a_shape_begins_with_a_token_of_its_own(row):
+    made = prompts(row, bench.drawn_text())
+    assert {len(prompt) for prompt in made} == {row.input_len}
+    assert len({prompt[0] for prompt in made}) == row.requests
+    assert all(token in bench.DRAWN_IDS for prompt in made for token in prompt[:64])
+
+
 def test_an_attached_arm_has_no_command():
     arm = parse("url:http://host:1/")
     assert (arm.url, arm.facts()) == ("http://host:1", ArmFacts(name="url:http://host:1/"))
@@ -72,6 +146,9 @@ def test_an_attached_arm_has_no_command():
         ("embedded:num_pages=0", "option of embedded = 'num_pages=0'"),
         ("embedded:pair=gpa", "pair of embedded = 'gpa' is not accepted; accepted: gqa, mla"),
         ("sglang:pair=gpa", "pair of sglang = 'gpa'"),
+        ("sglang:shape=llama", "shape of sglang = 'llama'"),
+        ("sglang:pair=gqa,target=/x", "model of sglang = 'pair, target' is not .*: one of them"),
+        ("embedded:shape=x", "option of embedded = 'shape=x'"),
     ],
 )
 def test_a_word_that_is_no_arm_is_named(spec, message):
@@ -160,7 +237,7 @@ def test_every_workload_of_the_table_has_its_prompts():
     assert set(DEFAULT) <= set(WORKLOADS)
     options = bench.parser().parse_args(["--a", "embedded:", "--sessions", "A/A"])
     made = bench.trials(bench.setup(options)).prompts
-    for workload in WORKLOADS.values():
+    for workload in ROWS:
         asked = made(workload)
         assert len(asked) == workload.requests
         assert {len(prompt) for prompt in asked} == {workload.input_len}

@@ -202,6 +202,13 @@ def test_counts_are_exact_where_requests_come_one_by_one(batch_size, counts):
     assert trials([]).run(SLOT, parse("embedded:"), Server(), workload).counts == counts
 
 
+def test_counts_of_a_fixed_accept_length_are_exact_in_batches_too(tmp_path):
+    arm = parse("sglang:shape=wide", shapes={"wide": tmp_path})
+    counts = trials([]).run(SLOT, arm, Server(), LOOP).counts
+    assert LOOP.batch_size > 1
+    assert counts == {"completion_tokens": 60, "spec_verify_ct": 24}
+
+
 def test_a_server_that_does_not_slow_itself_is_asked_to_sleep_after_the_warm_up():
     log = []
     arm = parse("url:http://server").slowed(0.05)
