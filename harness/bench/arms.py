@@ -5,16 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from harness.bench.server_pool import Server, Started
+from harness.bench.server_pool import Server
 from harness.bench.session_records import ArmFacts
 from harness.core.argument_types import is_http_url
-from harness.errors import ContractError, NotReady, UsageError, rejected
+from harness.errors import ContractError, UsageError, rejected
 from harness.server.launch import process
 from harness.server.launch.sglang_command import DRAWN_WEIGHTS, sglang
 
@@ -76,8 +75,15 @@ OF_A_SHAPE = {
     "max_total_tokens": 102_400,
 }
 """Every round of a drawn draft is wrong, so what is accepted is fixed."""
-SHAPE_ARGS = (*DRAWN_WEIGHTS, "--page-size", "64", "--disable-prefill-cuda-graph")
-"""A page size that every backend takes; a prefill in graphs is compiled for minutes."""
+SHAPE_ARGS = (
+    *DRAWN_WEIGHTS,
+    *("--page-size", "64"),  # which every backend takes
+    "--disable-prefill-cuda-graph",  # which is compiled for minutes
+    *(
+        "--mem-fraction-static",
+        "0.9",
+    ),  # of what servers that start beside it leave; the pool is set
+)
 MOST_SLOWDOWN = 10.0
 VERSION_SCRIPT = "import importlib.metadata as m, sys; print(*(m.version(p) for p in sys.argv[1:]))"
 
@@ -136,19 +142,6 @@ class Arm:
     def start(self, log: Path) -> Server:
         """Start it, without waiting; a new port every time."""
         return process.ServerProcess(self._launch(), log)
-
-    def start_among(self, started: Started, log: Path) -> Server:
-        """Start it beside others, and wait for it where it sizes itself by what they leave free.
-
-        sglang takes a share of the memory that is free when it starts; a small model's pool is
-        stated instead. One that does not become ready raises again in ``wait_ready``.
-        """
-        server = self.start(log)
-        started[self.spec].append(server)
-        if self.shape:
-            with suppress(NotReady):
-                server.wait_ready()
-        return server
 
     def facts(self) -> ArmFacts:
         """Its facts in a plan; the port differs at every start and is left out.

@@ -146,7 +146,8 @@ class BlockRunner:
             name = letter if session.design.launches < len(order) else f"{place}{letter}"
             if name not in launched:
                 log = f"{session.role.name.lower()}-{task.index}-{name}.log"
-                launched[name] = arm.start_among(started, self.logs / log)
+                launched[name] = arm.start(self.logs / log)
+                started[arm.spec].append(launched[name])
             slot = TrialSlot(session=session.id, block=task.index, place=place, arm=letter)
             by_place.append((slot, arm, launched[name]))
         return by_place

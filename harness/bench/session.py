@@ -134,7 +134,8 @@ class BenchRun:
         with stopped_together() as started:
             ready = []
             for letter, arm in arms.items():
-                server = arm.start_among(started, logs / f"rehearsal-{letter}.log")
+                server = arm.start(logs / f"rehearsal-{letter}.log")
+                started[arm.spec].append(server)
                 ready.append((letter, arm, server))
             for letter, arm, server in ready:
                 slot = TrialSlot(session="rehearsal", block=0, place=0, arm=letter)

@@ -1,7 +1,5 @@
 """Every arm is one word, and every mistake in one is named."""
 
-from collections import defaultdict
-
 import pytest
 
 from fixtures import bench
@@ -10,7 +8,7 @@ from harness.bench.arms import parse
 from harness.bench.plan import Setup
 from harness.bench.prompts import prompts
 from harness.bench.session_records import ArmFacts, Role, Workload
-from harness.errors import ContractError, NotReady, UsageError
+from harness.errors import ContractError, UsageError
 
 PAIRS = bench.PAIRS
 TWICE = f"{DEFAULT[0]},{DEFAULT[0]}"
@@ -75,35 +73,6 @@ def test_a_shape_is_served_with_drawn_weights_and_a_fixed_accept_length(monkeypa
     assert not any("SIMULATE" in name for name in parse("sglang:", PAIRS)._launch().env)
     with pytest.raises(UsageError, match="accept_length = 5 is not accepted; accepted: at most 4"):
         parse("sglang:shape=wide,accept_length=5", PAIRS, folders).facts()
-
-
-class Starting:
-    """A server that notes when it is waited for."""
-
-    def __init__(self, events, *, hangs):
-        self.events, self.hangs = events, hangs
-        events.append("start")
-
-    def wait_ready(self):
-        self.events.append("ready")
-        if self.hangs:
-            raise NotReady("it hangs")
-
-
-@pytest.mark.parametrize("hangs", [False, True])
-@pytest.mark.parametrize(
-    ("spec", "events"),
-    [
-        ("sglang:shape=wide", ["start", "ready", "start", "ready"]),
-        ("sglang:pair=gqa", ["start", "start"]),
-    ],
-)
-def test_servers_of_a_shape_start_one_after_another(monkeypatch, tmp_path, spec, events, hangs):
-    seen, started = [], defaultdict(list)
-    monkeypatch.setattr("harness.bench.arms.Arm.start", lambda *_: Starting(seen, hangs=hangs))
-    arm = parse(spec, PAIRS, {"wide": tmp_path})
-    servers = [arm.start_among(started, tmp_path / "log") for _ in range(2)]
-    assert (seen, started) == (events, {spec: servers})
 
 
 def test_arms_of_two_shapes_are_refused(capsys):
