@@ -83,6 +83,7 @@ class PagedBackend(AttentionBackend):
             padded_modes=self.padded_modes,
         )
         self.forward_metadata: Metadata | None = None
+        self._eager_forward: object | None = None
         layout = TableLayout(
             req_to_token=table,
             page_size=token_to_kv_pool.page_size,
@@ -114,6 +115,7 @@ class PagedBackend(AttentionBackend):
         self.forward_metadata = self.writer.new_buffers(geometry).slice(geometry)
         self._check_phase_order(batch, None)
         self._fill(batch)
+        self._eager_forward = object()
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
@@ -131,6 +133,7 @@ class PagedBackend(AttentionBackend):
         self._check(batch)
         if in_capture:
             self._captured.capture(self._planner.geometry(batch, in_capture=True))
+        self._eager_forward = None
         metadata = self._captured.find(batch.forward_mode, batch.seq_lens.shape[0])
         check_stride(batch, metadata.geometry)
         self.forward_metadata = metadata
@@ -163,6 +166,7 @@ class PagedBackend(AttentionBackend):
         self._captured.use_shared(mode, shared)
 
     def _fill(self, batch: ForwardBatch, *, table: bool = True) -> None:
+        self._eager_forward = None
         metadata = self.planned(batch)
         bs = metadata.geometry.bs
         inputs = FillInputs(

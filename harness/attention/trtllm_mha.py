@@ -97,6 +97,7 @@ class TRTLLMHAAttnBackend(PagedBackend):
                 cu_seqlens_q=metadata.cu_seqlens_q,
                 cu_seqlens_k=metadata.cu_seqlens_k,
                 max_q_len=geometry.max_q_len,
+                forward=self._eager_forward,
                 **common,
             )
         )

@@ -111,6 +111,7 @@ class TRTLLMMLABackend(PagedBackend):
                     cu_seqlens_q=metadata.cu_seqlens_q,
                     cu_seqlens_k=metadata.cu_seqlens_k,
                     max_q_len=geometry.max_q_len,
+                    forward=self._eager_forward,
                     **common,
                 )
             )

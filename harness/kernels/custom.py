@@ -76,4 +76,4 @@ def _run(function: Function, call: type[AttentionCall]) -> Callable[..., torch.T
 
 
 def _spread(launch: Callable[..., torch.Tensor]) -> Callable[[AttentionCall], torch.Tensor]:
-    return lambda call: launch(**vars(call))
+    return lambda call: launch(**call.arguments)

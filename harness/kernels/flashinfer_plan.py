@@ -52,10 +52,15 @@ class PrefillPlan:
     Args:
         geometry: of the calls.
         device: with its index.
+
+    Attributes:
+        filled_for: the eager forward whose numbers the buffers hold, None for any, and the row of
+            the output of each of its queries.
     """
 
     def __init__(self, geometry: PrefillGeometry, device: torch.device) -> None:
         self.geometry = geometry
+        self.filled_for: tuple[object | None, torch.Tensor] = None, torch.empty(0)
         bs, width = geometry.batch_size, geometry.table_width
         requests = torch.arange(bs + 1, dtype=torch.int32, device=device)
         self._qo_indptr = requests * geometry.max_q_len

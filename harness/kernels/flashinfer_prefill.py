@@ -60,12 +60,23 @@ class PagedPrefill:
             has_sinks=call.sinks is not None,
         )
         plan = self._plan(geometry, q)
-        plan.fill(call.cu_seqlens_q, call.seq_lens, call.block_tables)
+        rows = self._filled(plan, call)
         padded = plan.run(q, k_cache, v_cache, call.bmm1_scale, call.sinks)
-        request, index = request_and_index(call.cu_seqlens_q, q.shape[0])
-        row = (request * geometry.max_q_len + index).clamp_max(geometry.rows - 1)
-        out = zero_padding(padded[row], call.cu_seqlens_q)
+        out = zero_padding(padded[rows], call.cu_seqlens_q)
         return scale_and_cast(out, call.bmm2_scale, call.out_dtype)
+
+    def _filled(self, plan: PrefillPlan, call: ContextCall) -> torch.Tensor:
+        """The row of the plan's output of each query, once its index buffers are the call's."""
+        forward, rows = plan.filled_for
+        if forward is None or forward is not call.forward:
+            plan.fill(call.cu_seqlens_q, call.seq_lens, call.block_tables)
+            request, index = request_and_index(call.cu_seqlens_q, call.q.shape[0])
+            last = plan.geometry.rows - 1
+            rows = (request * plan.geometry.max_q_len + index).clamp_max(last)
+            # What is made during a capture is the graph's.
+            keeps = call.forward is not None and plan.geometry not in self._captured
+            plan.filled_for = (call.forward, rows) if keeps else (None, rows[:0])
+        return rows
 
     def _plan(self, geometry: PrefillGeometry, q: torch.Tensor) -> PrefillPlan:
         if geometry in self._captured:

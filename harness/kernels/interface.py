@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -42,6 +42,11 @@ class AttentionCall:
     out_dtype: torch.dtype
     window_left: int = -1
     sinks: torch.Tensor | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of an operation, by name."""
+        return dict(vars(self))
 
     @property
     def batch_size(self) -> int:
@@ -85,11 +90,19 @@ class ContextCall(AttentionCall):
         cu_seqlens_q: [bs + 1] int32, where each request's queries begin and end.
         cu_seqlens_k: [bs + 1] int32, likewise for its keys.
         max_q_len: bound of the query tokens per request, known to the host.
+        forward: an object that the calls of one eager forward share, whose index tensors nobody
+            changes in between; None where a graph may read them.
     """
 
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
     max_q_len: int
+    forward: object | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of an operation; which forward it belongs to is none."""
+        return {name: value for name, value in vars(self).items() if name != "forward"}
 
     @property
     def is_empty(self) -> bool:

@@ -12,12 +12,12 @@ from harness.kernels.interface import ContextCall, DecodeCall
 
 def decode(call: DecodeCall) -> torch.Tensor:
     """Launch a checked decode call of either family."""
-    return torch_ops.paged_decode(**vars(call))
+    return torch_ops.paged_decode(**call.arguments)
 
 
 def context(call: ContextCall) -> torch.Tensor:
     """Launch a checked context call of either family."""
-    return torch_ops.paged_context(**vars(call))
+    return torch_ops.paged_context(**call.arguments)
 
 
 FUNCTIONS: dict[str, KernelFunction] = {

@@ -59,3 +59,34 @@ def test_replay_equals_dense(scene_of: Any, kind: Any, mode: ForwardMode) -> Non
     tape.replay()
     assert captured[:tokens].allclose(scene.expected(inputs, lens, totals), atol=1e-5)
     assert not captured[tokens:].any()
+
+
+def test_only_calls_of_one_eager_forward_say_that_they_belong_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene, seen = MHAScene(ContextKernelMHABackend), []
+    backend, verify = scene.backend, ForwardMode.TARGET_VERIFY
+    context = backend.kernel.context
+    monkeypatch.setattr(
+        backend.kernel, "context", lambda call: seen.append(call.forward) or context(call)
+    )
+    batch, inputs = scene.batch(verify, (3, 3)), scene.inputs(6)
+
+    def layers(*, plan: bool) -> list[object]:
+        seen.clear()
+        if plan:
+            backend.init_forward_metadata(batch)
+        for _ in range(2):
+            scene.forward(batch, inputs, scene.layer)
+        return list(seen)
+
+    first, second = layers(plan=True), layers(plan=True)
+    assert first[0] is first[1] is not None
+    assert second[0] is second[1] is not None
+    assert first[0] is not second[0]
+    backend.init_forward_metadata_in_graph(batch)  # fills the same tensors again
+    assert layers(plan=False) == [None, None]
+    backend.init_forward_metadata(batch)
+    backend.init_cuda_graph_state(4, 12)
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    assert layers(plan=False) == [None, None]

@@ -13,6 +13,8 @@ from harness.kernels.flashinfer_plan import PrefillGeometry
 from harness.kernels.flashinfer_prefill import KEPT_PLANS, PagedPrefill, rounded_width
 from harness.kernels.interface import ContextCall
 
+FILLS: list[list[int]] = []
+
 
 class Plan:
     """Gives each query row its request's number of queries; counts what was planned."""
@@ -21,10 +23,12 @@ class Plan:
 
     def __init__(self, geometry: PrefillGeometry, device: torch.device) -> None:
         self.geometry = geometry
+        self.filled_for: tuple[object | None, torch.Tensor] = None, torch.empty(0)
         self.made.append(geometry)
 
     def fill(self, cu_seqlens_q: torch.Tensor, *_: torch.Tensor) -> None:
         self.lens = cu_seqlens_q.diff().tolist()
+        FILLS.append(self.lens)
 
     def run(self, q: torch.Tensor, *_: Any) -> torch.Tensor:
         rows = torch.zeros(self.geometry.rows, *q.shape[1:])
@@ -39,12 +43,13 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """[True] while a graph is captured."""
     capturing = [False]
     Plan.made = []
+    FILLS.clear()
     monkeypatch.setattr(flashinfer_prefill, "PrefillPlan", Plan)
     monkeypatch.setattr(flashinfer_prefill, "is_readable", lambda _: not capturing[0])
     return capturing
 
 
-def call(*lens: int) -> ContextCall:
+def call(*lens: int, forward: object | None = None) -> ContextCall:
     """Prompts of these lengths, without a prefix."""
     counts = torch.tensor(lens, dtype=torch.int32)
     ends = torch.cat((counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)))
@@ -61,6 +66,7 @@ def call(*lens: int) -> ContextCall:
         cu_seqlens_q=ends,
         cu_seqlens_k=ends,
         max_q_len=max(lens),
+        forward=forward,
     )
 
 
@@ -105,3 +111,37 @@ def test_a_plan_that_a_graph_reads_is_kept(captures: list[bool]) -> None:
     prefill(call(4, 4))
     with pytest.raises(CaptureViolation, match=r"planned during capture.*max_q_len 5"):
         prefill(call(5))
+
+
+def rows_of(out: torch.Tensor) -> list[float]:
+    """What each query row got: its request's number of queries."""
+    return [float(row) for row in out[:, 0, 0]]
+
+
+def test_layers_of_a_forward_fill_a_plan_once(captures: list[bool]) -> None:
+    prefill = PagedPrefill(torch.device("cpu"))
+    first, second = object(), object()
+    for lens, forward in (((6, 2), first), ((3, 6), second), ((6, 2), first)):
+        for _ in range(3):
+            assert rows_of(prefill(call(*lens, forward=forward))) == [
+                n for n in lens for _ in range(n)
+            ]
+    assert FILLS == [[6, 2], [3, 6], [6, 2]]
+    for _ in range(2):
+        prefill(call(6, 2))
+    assert FILLS[3:] == [[6, 2], [6, 2]]
+
+
+def test_a_plan_that_a_graph_reads_is_filled_in_every_layer(captures: list[bool]) -> None:
+    prefill, forward = PagedPrefill(torch.device("cpu")), object()
+    prefill(call(4, 4, forward=forward))
+    captures[0] = True
+    prefill(call(4, 4))
+    captures[0] = False
+    FILLS.clear()
+    for _ in range(2):
+        prefill(call(4, 1, forward=forward))
+        # A replay writes the plan's buffers, and nobody here is told.
+        prefill._captured[Plan.made[0]].lens = [9, 9]
+    assert rows_of(prefill(call(4, 1, forward=forward))) == [4, 4, 4, 4, 1]
+    assert FILLS == [[4, 1]] * 3
