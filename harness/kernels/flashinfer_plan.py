@@ -54,13 +54,13 @@ class PrefillPlan:
         device: with its index.
 
     Attributes:
-        filled_for: the eager forward whose numbers the buffers hold, None for any, and the row of
-            the output of each of its queries.
+        filled: the eager forward whose numbers the buffers hold, and what else follows from them:
+            see ``PagedPrefill``. None for any.
     """
 
     def __init__(self, geometry: PrefillGeometry, device: torch.device) -> None:
         self.geometry = geometry
-        self.filled_for: tuple[object | None, torch.Tensor] = None, torch.empty(0)
+        self.filled: tuple[object, torch.Tensor, torch.Tensor] | None = None
         bs, width = geometry.batch_size, geometry.table_width
         requests = torch.arange(bs + 1, dtype=torch.int32, device=device)
         self._qo_indptr = requests * geometry.max_q_len

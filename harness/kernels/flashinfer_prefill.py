@@ -12,7 +12,7 @@ from harness.kernels.checked import scale_and_cast
 from harness.kernels.flashinfer_plan import KERNEL, PrefillGeometry, PrefillPlan
 from harness.kernels.interface import ContextCall
 from harness.kernels.paged_kv import is_readable
-from harness.kernels.ragged import request_and_index, zero_padding
+from harness.kernels.ragged import padding_rows, request_and_index
 
 KEPT_PLANS = 16
 """Eager plans that are kept; each takes 8 MiB of the device and as much of pinned memory."""
@@ -60,23 +60,27 @@ class PagedPrefill:
             has_sinks=call.sinks is not None,
         )
         plan = self._plan(geometry, q)
-        rows = self._filled(plan, call)
-        padded = plan.run(q, k_cache, v_cache, call.bmm1_scale, call.sinks)
-        out = zero_padding(padded[rows], call.cu_seqlens_q)
+        rows, padding = self._filled(plan, call)
+        out = plan.run(q, k_cache, v_cache, call.bmm1_scale, call.sinks)[rows]
+        out.masked_fill_(padding, 0)
         return scale_and_cast(out, call.bmm2_scale, call.out_dtype)
 
-    def _filled(self, plan: PrefillPlan, call: ContextCall) -> torch.Tensor:
-        """The row of the plan's output of each query, once its index buffers are the call's."""
-        forward, rows = plan.filled_for
-        if forward is None or forward is not call.forward:
+    def _filled(self, plan: PrefillPlan, call: ContextCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each query its row in the plan's output and whether it is padding.
+
+        The plan's index buffers are the call's then.
+        """
+        if plan.filled is None or plan.filled[0] is not call.forward:
             plan.fill(call.cu_seqlens_q, call.seq_lens, call.block_tables)
             request, index = request_and_index(call.cu_seqlens_q, call.q.shape[0])
             last = plan.geometry.rows - 1
             rows = (request * plan.geometry.max_q_len + index).clamp_max(last)
-            # What is made during a capture is the graph's.
+            padding = padding_rows(call.cu_seqlens_q, call.q.shape[0])
+            # What is made during a capture is the graph's, and replays fill the plan as well.
             keeps = call.forward is not None and plan.geometry not in self._captured
-            plan.filled_for = (call.forward, rows) if keeps else (None, rows[:0])
-        return rows
+            plan.filled = (call.forward, rows, padding) if keeps else None
+            return rows, padding
+        return plan.filled[1:]
 
     def _plan(self, geometry: PrefillGeometry, q: torch.Tensor) -> PrefillPlan:
         if geometry in self._captured:

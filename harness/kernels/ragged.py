@@ -26,10 +26,15 @@ def request_and_index(cu_seqlens_q: torch.Tensor, tokens: int) -> tuple[torch.Te
     return request, token - cumulative[request]
 
 
+def padding_rows(cu_seqlens_q: torch.Tensor, tokens: int) -> torch.Tensor:
+    """[tokens, 1, 1] bool: rows after the last request's."""
+    token = torch.arange(tokens, device=cu_seqlens_q.device)
+    return (token >= cu_seqlens_q[-1])[:, None, None]
+
+
 def zero_padding(out: torch.Tensor, cu_seqlens_q: torch.Tensor) -> torch.Tensor:
     """``out`` [T, heads, dim] with rows after the last request's made zero, in place."""
-    token = torch.arange(out.shape[0], device=out.device)
-    return out.masked_fill_((token >= cu_seqlens_q[-1])[:, None, None], 0)
+    return out.masked_fill_(padding_rows(cu_seqlens_q, out.shape[0]), 0)
 
 
 def context_by_decode(

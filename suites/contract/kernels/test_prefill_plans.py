@@ -23,7 +23,7 @@ class Plan:
 
     def __init__(self, geometry: PrefillGeometry, device: torch.device) -> None:
         self.geometry = geometry
-        self.filled_for: tuple[object | None, torch.Tensor] = None, torch.empty(0)
+        self.filled: tuple[object, torch.Tensor, torch.Tensor] | None = None
         self.made.append(geometry)
 
     def fill(self, cu_seqlens_q: torch.Tensor, *_: torch.Tensor) -> None:
