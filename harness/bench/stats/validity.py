@@ -52,7 +52,7 @@ def _one(values: Collection[Any]) -> bool:
     return len(set(values)) == 1
 
 
-# A power cap is accepted where every trial of the block was under it.
+# A power cap is accepted where every trial of the block was under it; clocks then follow the load.
 VALIDITY_CHECKS: tuple[tuple[str, Callable[[Sequence[Any]], bool], str], ...] = (
     ("foreign_processes", lambda seen: not any(seen), "no other process computes on the GPU"),
     ("throttled", lambda seen: not any(seen), "no slowdown, power brake or thermal reason"),
@@ -73,7 +73,10 @@ VALIDITY_CHECKS: tuple[tuple[str, Callable[[Sequence[Any]], bool], str], ...] = 
 def reasons(trials: Sequence[Conditions]) -> tuple[str, ...]:
     """Why the block of these trials is invalid, whatever their order, and so blind to the arms."""
     found = []
+    capped = any((trial.capped or 0.0) > CAPPED_SHARE for trial in trials)
     for name, holds, accepted in VALIDITY_CHECKS:
+        if name == "mhz" and capped:
+            continue
         seen = [getattr(trial, name) for trial in trials if getattr(trial, name) is not None]
         if seen and len(seen) < len(trials):
             found.append(f"{name}: asked of some trials only")

@@ -70,6 +70,10 @@ def test_a_reason_is_short_however_many_trials_there_are(trials, said):
 def test_good_conditions_and_those_nobody_asked():
     assert reasons([GOOD, replace(GOOD, mhz=1970.0, celsius=67.0)]) == ()
     assert reasons([replace(GOOD, capped=0.5)] * 2) == ()
+    under_the_cap = [replace(GOOD, capped=0.6, mhz=mhz) for mhz in (1875.0, 1980.0)]
+    assert reasons(under_the_cap) == ()
+    (found,) = reasons([replace(GOOD, mhz=1875.0), under_the_cap[1]])
+    assert found.startswith("capped: ")
     assert unknown_conditions([GOOD, GOOD]) == reasons([Conditions()]) == ()
     assert (
         set(unknown_conditions([Conditions()]))
