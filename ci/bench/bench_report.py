@@ -11,7 +11,15 @@ from pathlib import Path
 from ci.bench.case_report import CONTROLS, CaseReport
 from ci.bench.history import Entry
 from ci.summary import minute
-from harness.bench.analysis import WORST_FIRST, Finding, RunVerdict, dropped, findings, verdict
+from harness.bench.analysis import (
+    WORST_FIRST,
+    Finding,
+    RunVerdict,
+    dropped,
+    findings,
+    verdict,
+    visible,
+)
 from harness.bench.jsonl import read
 from harness.bench.session_records import ArmFacts, Line, Session, Trial
 from harness.bench.stats.validity import unknown_conditions
@@ -107,6 +115,11 @@ class BenchReport:
     def arms(self) -> list[str]:
         """The arms, one line per session."""
         return [f"{s.id} ({s.role}): A = {_arm(s.a)}, B = {_arm(s.b)}" for s in self.sessions]
+
+    @property
+    def visible(self) -> str:
+        """The effects that this run could have seen; empty without an A/A session."""
+        return visible(self.run.findings)
 
     @property
     def controls(self) -> list[str]:

@@ -22,6 +22,7 @@ VERDICT_COLOURS = {
     BenchVerdict.REGRESSED: WORSE,
     BenchVerdict.OK: "#2f9e6b",
     BenchVerdict.IMPROVED: BETTER,
+    BenchVerdict.BLIND: "#6b6f76",
     BenchVerdict.INCONCLUSIVE: "#c08a1e",
     BenchVerdict.INVALID: "#8b8f96",
 }
@@ -29,10 +30,18 @@ VERDICT_SHAPES = {
     BenchVerdict.REGRESSED: "triangle-up",
     BenchVerdict.OK: "circle",
     BenchVerdict.IMPROVED: "diamond",
+    BenchVerdict.BLIND: "triangle-down",
     BenchVerdict.INCONCLUSIVE: "square",
     BenchVerdict.INVALID: "cross",
 }
-GLYPHS = {"triangle-up": "▲", "circle": "●", "diamond": "◆", "square": "■", "cross": "✚"}
+GLYPHS = {
+    "triangle-up": "▲",
+    "triangle-down": "▼",
+    "circle": "●",
+    "diamond": "◆",
+    "square": "■",
+    "cross": "✚",
+}
 ARMS = {"A": ("#a06fd0", "circle"), "B": ("#1b9aaa", "square")}
 """Colour and shape; no verdict has these colours."""
 WIDTH, HEIGHT, ROW = 284, 180, 26

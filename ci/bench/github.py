@@ -13,6 +13,7 @@ MOST_LINES = 60
 LEVELS = {
     BenchVerdict.REGRESSED: "error",
     BenchVerdict.INVALID: "error",
+    BenchVerdict.BLIND: "error",
     BenchVerdict.INCONCLUSIVE: "warning",
     BenchVerdict.IMPROVED: "notice",
 }
@@ -32,9 +33,15 @@ def summary(report: BenchReport, *, notes: Sequence[str] = (), link: str = "") -
         link: of the whole report, empty for none.
     """
     head = [f"## specgate bench: {report.title}", "", report.sentence, ""]
+    head += [f"* {report.visible}"] if report.visible else []
     head += [
         f"* {line}"
-        for line in (*report.arms, *report.controls, *report.dropped, *report.unknown_conditions)
+        for line in (
+            *report.arms,
+            *report.controls,
+            *report.dropped,
+            *report.unknown_conditions,
+        )
     ]
     tail = [line for note in (*notes, *report.reasons[:3]) for line in ("", note)]
     tail += ["", f"[The whole report]({link})"] if link else []

@@ -1,4 +1,4 @@
-"""JUnit XML: regressed is a failure, invalid an error, inconclusive skipped with its reason."""
+"""JUnit XML: regressed is a failure, blind and invalid are errors, inconclusive is skipped."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from harness.bench.stats.bench_verdict import BenchVerdict
 
 ELEMENTS = {
     BenchVerdict.REGRESSED: "failure",
+    BenchVerdict.BLIND: "error",
     BenchVerdict.INVALID: "error",
     BenchVerdict.INCONCLUSIVE: "skipped",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -11,7 +12,7 @@ from harness.bench.analysis_blocks import blocks_of, complete, split
 from harness.bench.session_records import CasePlan, Line, Role, Session, Trial, Workload
 from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.design import Block
-from harness.bench.stats.estimates import detectable
+from harness.bench.stats.estimates import STEP, detectable
 from harness.bench.stats.multiple_testing import Control, apply_controls, apply_e_bh
 from harness.bench.stats.sequential_test import Evidence, SequentialPlan, judge
 from harness.bench.stats.validity import changed_counts
@@ -24,6 +25,7 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?")
 WORST_FIRST = (
     BenchVerdict.INVALID,
     BenchVerdict.REGRESSED,
+    BenchVerdict.BLIND,
     BenchVerdict.INCONCLUSIVE,
     BenchVerdict.IMPROVED,
     BenchVerdict.OK,
@@ -40,8 +42,8 @@ class Finding:
         case: its plan: bounds, unit, direction.
         evidence: the verdict and the numbers it rests on.
         blocks: the blocks it was judged from, invalid ones too.
-        mde: least slowdown that the A/A noise of this run would show, log units; None without an
-            A/A session of at least three valid blocks.
+        mde: least slowdown that the A/A noise of this run shows in 9 sessions of 10, log units;
+            None without an A/A session of at least three valid blocks.
         role: the session's.
         reasons: why blocks were dropped, or why it is invalid.
     """
@@ -189,6 +191,29 @@ def dropped(found: Iterable[Finding]) -> list[str]:
     ]
 
 
+def visible(found: Iterable[Finding]) -> str:
+    """The effects that this run could have seen, in the noise of its A/A session.
+
+    Each is found in 9 sessions of 10; of a metric the workload is told that sees it worst. Empty
+    without an A/A session.
+    """
+    worst: dict[str, tuple[float, float, str]] = {}
+    for f in found:
+        if f.role is Role.CANDIDATE and f.mde is not None:
+            told = f.mde, f.case.bounds.delta1, f.workload.id
+            worst[f.metric] = max(told, worst.get(f.metric, told))
+    said = (
+        f"{metric} {change(seen)} of {change(needed)} ({workload})"
+        for metric, (seen, needed, workload) in worst.items()
+    )
+    return f"seen of what must be: {', '.join(said)}" if worst else ""
+
+
+def change(log: float) -> str:
+    """A log effect as a share, such as "1.2 %"; "…" where it has no end."""
+    return f"{100 * math.expm1(log):.1f} %" if log < math.inf else "…"
+
+
 def _alike(blocks: Sequence[Block]) -> list[tuple[str, int]]:
     """First lines of the blocks' reasons, and of how many blocks, the most frequent first."""
     groups: defaultdict[str, list[str]] = defaultdict(list)
@@ -205,17 +230,38 @@ def verdict(found: Sequence[Finding]) -> RunVerdict:
 
     REGRESSED and IMPROVED of candidates are decided by e-BH. An A/A case that is either of the two,
     or a workload on which the injected slowdown is not REGRESSED, makes every candidate INVALID.
+    Of the others those are BLIND whose A/A case showed nothing, or whose noise hides delta1.
     """
     candidates = {f.id: f for f in found if f.role is Role.CANDIDATE}
     judged = apply_e_bh({name: f.evidence for name, f in candidates.items()})
     for controls in _controls(found):
         judged = apply_controls(judged, controls)
-    all_judged = tuple(f.with_evidence(judged[f.id]) if f.id in judged else f for f in found)
+    same = {(f.workload.id, f.metric): f for f in found if f.role is Role.SAME}
+    all_judged = tuple(
+        _unless_blind(f.with_evidence(judged[f.id]), same.get((f.workload.id, f.metric)))
+        if f.id in judged
+        else f
+        for f in found
+    )
     all_reasons = [why for evidence in judged.values() for why in evidence.reasons]
     reasons = [why for why in all_reasons if why.startswith("control ")]
     if not candidates:
         reasons = ["no candidate was measured"]
     return RunVerdict(findings=all_judged, reasons=tuple(dict.fromkeys(reasons)))
+
+
+def _unless_blind(found: Finding, same: Finding | None) -> Finding:
+    if found.verdict not in (BenchVerdict.OK, BenchVerdict.INCONCLUSIVE) or same is None:
+        return found
+    delta1 = found.case.bounds.delta1
+    if found.mde is not None and found.mde > delta1 + STEP:  # as fine as it is known
+        why = f"this noise hides less than {change(found.mde)}, and {change(delta1)} must be found"
+    elif same.verdict is BenchVerdict.INCONCLUSIVE:
+        why = "its A/A case is inconclusive"
+    else:
+        return found
+    reasons = (why, *found.evidence.reasons)
+    return found.with_evidence(replace(found.evidence, verdict=BenchVerdict.BLIND, reasons=reasons))
 
 
 def _controls(found: Sequence[Finding]) -> list[dict[Control, Evidence]]:

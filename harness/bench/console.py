@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from harness.bench.analysis import Finding, dropped
+from harness.bench.analysis import Finding, dropped, visible
 from harness.bench.session_records import Session, Trial
 from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.sequential_test import Evidence
@@ -22,6 +22,7 @@ from harness.bench.stats.sequential_test import Evidence
 VERDICT_STYLES = {
     BenchVerdict.REGRESSED: "bold red",
     BenchVerdict.INVALID: "red",
+    BenchVerdict.BLIND: "red",
     BenchVerdict.INCONCLUSIVE: "yellow",
     BenchVerdict.OK: "green",
     BenchVerdict.IMPROVED: "bold green",
@@ -161,4 +162,5 @@ def _most_trials(session: Session) -> int:
 def conclude(found: Sequence[Finding], reasons: Sequence[str], verdict: BenchVerdict) -> Group:
     """The result: the table, the verdict and its reasons."""
     why = [Text(f"  {reason}") for reason in reasons]
-    return Group(table(found), Text(f"verdict: {verdict}", style=VERDICT_STYLES[verdict]), *why)
+    said = Text(f"verdict: {verdict}", style=VERDICT_STYLES[verdict])
+    return Group(*map(Text, filter(None, [visible(found)])), table(found), said, *why)

@@ -13,9 +13,13 @@ from harness.bench.stats.margin import Bounds
 from harness.bench.stats.stopping import Thresholds, decide, scaled_paths
 from harness.errors import UsageError, rejected
 
+STEP = 0.001
+"""To which a detectable slowdown is known, in log units."""
 GRID = 0.0005
 """Step of the interval's bounds in log units, 0.05 %."""
 REGRESSED = 3
+POWER = 0.9
+"""Share of sessions in which the effect that a run could have seen is found."""
 
 
 def checked_effects(effects: Sequence[float]) -> Array:
@@ -72,11 +76,11 @@ def detectable(
     bounds: Bounds,
     thresholds: Thresholds | None = None,
     *,
-    power: float = 0.8,
+    power: float = POWER,
     seed: int = 0,
     sessions: int = 400,
 ) -> float:
-    """Least slowdown (log units, to 0.1 %) that this A/A noise would show in ``power`` of sessions.
+    """Least slowdown (log units, to ``STEP``) that ``power`` of sessions show in this A/A noise.
 
     Sessions of ``n_max`` blocks are drawn from the A/A effects with random signs, as the randomised
     order gives them to real blocks. Infinite where 100 % is not enough.
@@ -88,13 +92,13 @@ def detectable(
     scale = scales(drawn, spread(effects))  # a shift of every effect leaves it as it is
 
     def shown(step: int) -> bool:
-        found = scaled_paths(drawn + step * 0.001, bounds, scale)
+        found = scaled_paths(drawn + step * STEP, bounds, scale)
         codes, _ = decide(found, thresholds or Thresholds())
         return bool((codes == REGRESSED).mean() >= power)
 
-    steps = range(math.ceil(math.log(2.0) / 0.001) + 1)
+    steps = range(math.ceil(math.log(2.0) / STEP) + 1)
     place = bisect_left(steps, True, key=shown)
-    return steps[place] * 0.001 if place < len(steps) else math.inf
+    return steps[place] * STEP if place < len(steps) else math.inf
 
 
 def spread(effects: Sequence[float]) -> float:

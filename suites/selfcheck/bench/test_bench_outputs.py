@@ -30,6 +30,7 @@ from ci.bench.case_report import number
 from ci.bench.history import Series, all_series
 from fixtures.fakes import synthetic_bench
 from fixtures.tables.margins import MARGINS
+from harness.bench.analysis import verdict
 from harness.bench.jsonl import append
 from harness.bench.session_records import Role, Session, Trial
 from harness.bench.stats.bench_verdict import BenchVerdict
@@ -77,6 +78,45 @@ def test_verdicts_are_those_of_the_injected_effects(moved: BenchReport) -> None:
     }
     assert [row.case for row in moved.judged[:3]] == list(verdicts)
     assert (moved.title, moved.is_red, moved.reasons) == ("REGRESSED", True, ())
+
+
+def test_noise_that_hides_what_must_be_found_is_no_success() -> None:
+    moved = {f"{BS8}/tpot": 0.4}
+    loud = bench_report(moved, noise=0.03, injected=0.4, blocks=16)
+    by_case = {row.case: row for row in loud.judged}
+    assert (loud.title, loud.is_red, loud.reasons) == ("REGRESSED", True, ())
+    assert by_case.pop(f"{BS8}/tpot").verdict is BenchVerdict.REGRESSED
+    same = {row.case: row.finding for row in loud.cases if row.session.id == "A/A"}
+    blind = {case for case, row in by_case.items() if row.verdict is BenchVerdict.BLIND}
+    assert {case.partition("/")[2] for case in blind} >= {"step_time", "output_throughput"}
+    assert blind == {
+        case
+        for case, row in by_case.items()
+        if row.detectable > math.exp(row.bounds.delta1 + 0.001)
+        or same[case].verdict is BenchVerdict.INCONCLUSIVE
+    }
+    found = cases(junit.document(loud.judged))
+    assert {tuple(outcome(found["bench.candidate", case])) for case in blind} == {("error",)}
+    text = github.summary(loud)
+    assert "| **blind** |" in text
+    assert text.splitlines()[4].startswith("* seen of what must be: tpot ")
+    quiet = bench_report({}, blocks=16)
+    assert (quiet.title, quiet.is_red) == ("OK", False)
+
+
+def test_an_inconclusive_control_vouches_for_nothing(moved: BenchReport) -> None:
+    found = [
+        replace(f, evidence=replace(f.evidence, verdict=BenchVerdict.INCONCLUSIVE))
+        if f.role is Role.SAME and f.metric in ("ttft", "tpot")
+        else f
+        for f in moved.run.findings
+    ]
+    said = {f.id: f for f in verdict(found).findings if f.role is Role.CANDIDATE}
+    assert said[f"candidate/{BS1}/ttft"].verdict is BenchVerdict.BLIND
+    assert said[f"candidate/{BS1}/ttft"].reasons == ("its A/A case is inconclusive",)
+    # What was shown stands by itself.
+    assert said[f"candidate/{BS8}/tpot"].verdict is BenchVerdict.REGRESSED
+    assert said[f"candidate/{BS1}/accept_length"].verdict is BenchVerdict.OK
 
 
 def test_junit_maps_verdicts_to_outcomes(moved: BenchReport) -> None:
