@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
+
+from harness.bench.stats.e_process import Array
+from harness.bench.stats.estimates import centre
 from harness.bench.stats.margin import checked
 from harness.errors import ContractError, UsageError, rejected
 
@@ -21,7 +25,7 @@ class Design(StrEnum):
     """Two trials per arm: a linear drift adds the same to both arms."""
     THUE_MORSE = "ABBABAABBAABABBABAABABBAABBABAAB/BAABABBAABBABAABABBABAABBAABABBA"
     """Sixteen short trials per arm on one launch: a machine that is fast and slow for seconds, and
-    drifts up to the fourth degree, affect both arms alike."""
+    drifts, affect both arms alike, and a spike moves two of sixteen neighbours at most."""
 
     @property
     def orders(self) -> tuple[str, str]:
@@ -82,18 +86,27 @@ class Block:
 
     @property
     def effect(self) -> float:
-        """Mean ln B minus mean ln A of the measurements."""
-        return self._log_mean("B", self.values) - self._log_mean("A", self.values)
+        """Ln of B / A of neighbouring trials, their Hodges–Lehmann estimate: of two the mean."""
+        return self._effect(self.values)
 
     @property
     def effect_in_cycles(self) -> float:
         """The same of time × clock, for a metric that is a time; needs ``mhz``."""
-        cycles = tuple(value * mhz for value, mhz in zip(self.values, self.mhz, strict=True))
-        return self._log_mean("B", cycles) - self._log_mean("A", cycles)
+        return self._effect([value * mhz for value, mhz in zip(self.values, self.mhz, strict=True)])
+
+    def _effect(self, numbers: Sequence[float]) -> float:
+        return float(centre(neighbours(np.log(numbers), self.order)))
 
     def _log_mean(self, letter: str, numbers: Sequence[float]) -> float:
         logs = [math.log(n) for arm, n in zip(self.order, numbers, strict=True) if arm == letter]
         return math.fsum(logs) / len(logs)
+
+
+def neighbours(logs: Array, order: str) -> Array:
+    """B minus A of each two trials in a row, [..., n / 2] of [..., n] in run order."""
+    signs = np.array([1.0 if arm == "B" else -1.0 for arm in order])
+    signed = logs * signs
+    return np.asarray(signed[..., 0::2] + signed[..., 1::2])
 
 
 def check_session(blocks: Sequence[Block], seed: str, design: Design) -> None:

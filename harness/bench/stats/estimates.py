@@ -36,9 +36,13 @@ def checked_effects(effects: Sequence[float]) -> Array:
 
 def hodges_lehmann(effects: Sequence[float]) -> float:
     """Median of the means of all pairs, each effect with itself included; log units."""
-    array = checked_effects(effects)
-    first, second = np.triu_indices(array.size)
-    return float(np.median((array[first] + array[second]) / 2.0))
+    return float(centre(checked_effects(effects)))
+
+
+def centre(effects: Array) -> Array:
+    """The same over the last axis, [...] of [..., n]."""
+    first, second = np.triu_indices(effects.shape[-1])
+    return np.asarray(np.median((effects[..., first] + effects[..., second]) / 2.0, axis=-1))
 
 
 def interval(

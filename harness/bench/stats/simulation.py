@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.bench.stats.bench_verdict import BenchVerdict
-from harness.bench.stats.design import Design
+from harness.bench.stats.design import Design, neighbours
 from harness.bench.stats.e_process import Array
+from harness.bench.stats.estimates import centre
 from harness.bench.stats.margin import Bounds
 from harness.bench.stats.stopping import VERDICT_CODES, Thresholds, decide, paths
 from harness.core.argument_types import CommandLine, count
@@ -129,12 +130,11 @@ def effects(
     """
     places = len(scene.design.orders[0])
     shape = (sessions, scene.bounds.n_max, places)
-    signs = np.array([1.0 if arm == "B" else -1.0 for arm in scene.design.orders[0]])
     launches = np.arange(shape[1] * places).reshape(shape[1:])
     logs = scene.noise(random, shape) + DRIFT * launches
     logs[..., 1::2] += scene.second_place
     flips = random.choice([-1.0, 1.0], size=shape[:2]) if randomised else np.ones(shape[:2])
-    seen = (logs * signs).sum(axis=-1) / (places / 2) * flips
+    seen = centre(neighbours(logs, scene.design.orders[0])) * flips
     return np.asarray(seen + math.log1p(scene.slowdown))
 
 

@@ -198,6 +198,24 @@ def test_quads_forget_a_linear_drift():
     assert block.arm("B") == pytest.approx(math.exp(1.5))
 
 
+@pytest.mark.parametrize("order", Design.THUE_MORSE.orders)
+def test_short_trials_forget_drifts_and_spikes(order):
+    random = np.random.default_rng(3)
+    slower, noise = math.log(1.01), random.normal(0.0, 0.001, len(order))
+    logs = noise + [slower * (arm == "B") + 0.002 * place for place, arm in enumerate(order)]
+    logs[[0, 9, 20]] += (1.0, 0.4, -0.3)
+    swapped = order.translate(str.maketrans("AB", "BA"))
+    seen, mirror = (
+        Block(index=0, order=arms, values=tuple(np.exp(logs))).effect for arms in (order, swapped)
+    )
+    assert seen == pytest.approx(slower, abs=0.001)
+    assert mirror == pytest.approx(-seen)
+    for name in ("effect", "effect_in_cycles"):
+        clocks = (1500.0,) * len(order)
+        clocked = Block(index=0, order=order, values=tuple(np.exp(logs)), mhz=clocks)
+        assert getattr(clocked, name) == pytest.approx(seen)
+
+
 def test_families():
     assert [family_thresholds(k).reject_null for k in (1, 5, 20)] == pytest.approx(
         [100.0, 100.0, 400.0]
