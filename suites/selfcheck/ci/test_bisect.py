@@ -1,0 +1,243 @@
+"""The first release, commit or arm that has a defect is found, each trial by itself."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fixtures import bench, bisect
+from fixtures.bisect import Turned, main, search
+from fixtures.compare_releases import Side
+from fixtures.fakes import synthetic_bench
+from harness.bench.jsonl import append
+from harness.core.environment import environment
+from harness.core.record import Record, Verdict, write_records
+
+PLANTED = {"mha-decode-bs1_short": 3, "mha-decode-bs2_ragged": 5, "mha-extend-bs1_short": 0}
+"""Case -> the place of the first candidate that has its defect; 0 has it from the start."""
+CLEAN = replace(environment(), dirty=False)
+
+
+def asked(place: int, turned: dict[str, int], silent: set[int]) -> dict[str, bool | None]:
+    return {name: None if place in silent else place >= at for name, at in turned.items()}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_trial_is_followed_to_where_it_turned(seed: int) -> None:
+    drawn = random.Random(seed)
+    last = drawn.randint(1, 40)
+    silent = {place for place in range(1, last) if drawn.random() < 0.2}
+    turned = {f"t{i}": drawn.randint(1, last) for i in range(drawn.randint(1, 5))}
+    asks: Counter[tuple[int, str]] = Counter()
+
+    def ask(place: int, trials: frozenset[str]) -> dict[str, bool | None]:
+        asks.update((place, name) for name in trials)
+        return asked(place, turned, silent)
+
+    found = list(search(frozenset(turned), 0, last, ask))
+    assert sorted(name for one in found for name in one.trials) == sorted(turned)
+    for one in found:
+        assert {name for name in one.trials if not one.good < turned[name] <= one.bad} == set()
+        assert set(range(one.good + 1, one.bad)) <= silent
+    assert set(asks.values()) <= {1}
+    if not silent:
+        most = last.bit_length() + 1
+        assert max(Counter(name for _, name in asks).values(), default=0) <= most
+
+
+def test_neighbours_are_not_asked() -> None:
+    assert list(search(frozenset({"t"}), 0, 1, None)) == [  # type: ignore[arg-type]
+        Turned(0, 1, frozenset({"t"}))
+    ]
+
+
+def record(case: str, release: str, *, is_bad: bool) -> Record:
+    return Record(
+        case=case,
+        subject=f"sglang-{release}/trtllm_mha/xqa",
+        family="mha",
+        mode="decode",
+        execution="eager",
+        device="cpu",
+        verdict=Verdict.WRONG_NUMBERS if is_bad else Verdict.PASSED,
+        environment=CLEAN,
+        planned=len(PLANTED),
+        message="hidden_states: 3 of 4 rows wrong" if is_bad else "",
+        reproduce="specgate upstream",
+    )
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
+    """Runs of candidates: which, and the arguments of pytest. Its place is the end of its name."""
+    seen: list[tuple[str, list[str]]] = []
+
+    def run(self: Side, folder: Path, args: Sequence[str]) -> int:
+        release, tree = self.name, Path(self.name) / "sglang" / "place"
+        place = (
+            int(tree.read_text(encoding="utf-8"))
+            if tree.is_file()
+            else list(bisect.RELEASES).index(release)
+        )
+        seen.append((release, list(args)))
+        folder.mkdir(parents=True, exist_ok=True)
+        words = args[args.index("-k") + 1] if "-k" in args else ""
+        cases = [case for case in PLANTED if case in words or words.strip("()") in case]
+        path = folder / "records.jsonl"
+        path.unlink(missing_ok=True)
+        write_records(path, [record(c, str(place), is_bad=place >= PLANTED[c]) for c in cases])
+        return 1
+
+    monkeypatch.setattr(Side, "run", run)
+    monkeypatch.setattr(bisect, "environment", lambda: CLEAN)
+    return seen
+
+
+def test_releases_of_the_table(
+    runs: list[tuple[str, list[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--good", "0.5.12", "--bad", "0.5.23", "--report", str(tmp_path)]
+    assert main(words) == 0
+    first, *cause, second, _, _ = capsys.readouterr().out.splitlines()
+    assert first == "0.5.16: 1 turned, 0.5.14 was good"
+    assert cause == [
+        "  trtllm_mha/xqa mha-decode-bs1_short eager: hidden_states: 3 of 4 rows wrong",
+        "    reproduce: specgate upstream",
+    ]
+    assert second == "0.5.20: 1 turned, 0.5.18 was good"
+    assert [release for release, _ in runs][:3] == ["0.5.12", "0.5.23", "0.5.18"]
+    assert runs[2][1] == ["-k", "(mha-decode-bs1_short or mha-decode-bs2_ragged)"]
+    assert len(runs) == len({release for release, _ in runs})
+    runs.clear()
+    assert main(words) == 0
+    assert runs == []
+
+
+def test_an_interrupted_search_goes_on(
+    runs: list[tuple[str, list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--good", "0.5.12", "--bad", "0.5.23", "--report", str(tmp_path), "-k", "decode"]
+    run = Side.run
+
+    def until_the_third(self: Side, folder: Path, args: Sequence[str]) -> int:
+        if len(runs) == 2:
+            raise KeyboardInterrupt
+        return run(self, folder, args)
+
+    monkeypatch.setattr(Side, "run", until_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        main(words)
+    monkeypatch.setattr(Side, "run", run)
+    runs.clear()
+    assert main(words) == 0
+    assert "0.5.12" not in {release for release, _ in runs}
+    assert runs[0][1][-1].startswith("(decode) and (")
+
+
+def git(repository: Path, *words: str) -> str:
+    who = ["-c", "user.name=t", "-c", "user.email=t@t"]
+    done = subprocess.run(
+        ["git", "-C", str(repository), *who, *words], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture(params=["python/sglang", "sglang"])
+def repository(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, list[str]]:
+    """A repository of seven commits, each with its place in a file, and their hashes."""
+    folder, commits = tmp_path / "repository", []
+    package = folder / request.param
+    package.mkdir(parents=True)
+    git(folder, "init", "-q")
+    for place in range(7):
+        (package / "place").write_text(str(place), encoding="utf-8")
+        git(folder, "add", "-A")
+        git(folder, "commit", "-q", "-m", f"change {place}")
+        commits.append(git(folder, "rev-parse", "HEAD"))
+    return folder, commits
+
+
+def test_commits_of_a_checkout(
+    runs: list[tuple[str, list[str]]],
+    repository: tuple[Path, list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder, commits = repository
+    given = ["--source", str(folder), "--report", str(tmp_path / "report")]
+    assert main([*given, "--good", commits[0], "--bad", "HEAD"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    assert lines == [
+        f"{commits[3][:7]} change 3: 1 turned, {commits[2][:7]} change 2 was good",
+        f"{commits[5][:7]} change 5: 1 turned, {commits[4][:7]} change 4 was good",
+    ]
+    assert git(folder, "status", "--short") == ""
+    assert git(folder, "worktree", "list").count("\n") == 0
+
+
+def test_nothing_turned(
+    runs: list[tuple[str, list[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--good", "0.5.12", "--bad", "0.5.14", "--report", str(tmp_path)]
+    assert main(words) == 1
+    assert capsys.readouterr().out == "nothing that 0.5.12 has good is bad in 0.5.14\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--good", "0.5.23", "--bad", "0.5.12"], "bad = '0.5.12' .* a release after 0.5.23"),
+        (["--good", "0.1", "--bad", "0.5.12"], "release = '0.1' .* accepted: 0.5.12, "),
+        (["--good", "x", "--bad", "HEAD", "--source", "REPO"], "git of REPO: fatal: "),
+        (["--good", "HEAD", "--bad", "HEAD", "--source", "REPO"], "a commit that HEAD leads to"),
+        (["--good", "HEAD~1", "--bad", "HEAD", "--flashinfer", "REPO"], "with flashinfer/"),
+        (["--good", "what:", "--bad", "embedded:", "--bench"], "arm = 'what:'"),
+        (["--good", "0.5.12", "--bad", "0.5.14", "--between", "x"], "--between = 'x' .* --bench"),
+    ],
+)
+def test_what_cannot_be_searched_is_named(
+    words: list[str],
+    told: str,
+    repository: tuple[Path, list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    named = [str(repository[0]) if word == "REPO" else word for word in words]
+    with pytest.raises(SystemExit) as ended:
+        main([*named, "--report", str(tmp_path / "report")])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.replace(str(repository[0]), "REPO")
+    assert re.search(told, said), said
+
+
+def test_arms_of_a_benchmark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slower = {"embedded:page_size=1": 0.0, "embedded:page_size=2": 0.0, "embedded:page_size=4": 0.3}
+    measured: list[str] = []
+
+    def main_of_bench(argv: list[str]) -> int:
+        spec, out = argv[argv.index("--b") + 1], Path(argv[argv.index("--out") + 1])
+        assert argv[argv.index("--a") + 1] == "embedded:page_size=1"
+        assert argv[-2:] == ["--seed", "7"]
+        measured.append(spec)
+        for line in synthetic_bench.run_lines({"tpot": slower[spec], "step_time": slower[spec]}):
+            append(out, line)
+        return int(slower[spec] > 0)
+
+    monkeypatch.setattr(bench, "main", main_of_bench)
+    (tmp_path / "r").mkdir()
+    words = ["--good", "embedded:page_size=1", "--bad", "embedded:page_size=4", "--bench"]
+    words += ["--between", "embedded:page_size=2", "--report", str(tmp_path / "r")]
+    assert main([*words, "--", "--seed", "7"]) == 0
+    first, *cases = capsys.readouterr().out.splitlines()
+    assert first == "embedded:page_size=4: 4 turned, embedded:page_size=2 was good"
+    assert all(line.endswith(": regressed") for line in cases)
+    assert measured == ["embedded:page_size=4", "embedded:page_size=2"]
