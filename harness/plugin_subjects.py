@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,17 +69,19 @@ class PluginSubject(SGLangSubject):
 
 
 def plugin_subjects(
-    release: Release, device: torch.device | str = "cpu"
+    release: Release, source: Path | None = None, device: torch.device | str = "cpu"
 ) -> tuple[PluginSubject, ...]:
     """Both backends on a kernel of the device; none in a release without plugins."""
     on_gpu = torch.device(device).type == "cuda"
+    label = "source" if source else release.version
     return tuple(
         PluginSubject(
-            name=f"sglang-{release.version}/{PREFIX}_{family}/{kernel}",
+            name=f"sglang-{label}/{PREFIX}_{family}/{kernel}",
             family=family,
             kernel=kernel,
             conventions=OURS,
             release=release,
+            source=source,
             classes=PluginClasses(f"{PREFIX}_{family}", "", "", "", takes_rope=takes_rope),
         )
         for family, takes_rope in ((Family.MHA, True), (Family.MLA, False))

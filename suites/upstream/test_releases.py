@@ -37,7 +37,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             subject
             for subject in (
                 *sglang_subjects(release, source, device),
-                *plugin_subjects(release, device),
+                *plugin_subjects(release, source, device),
             )
             if wanted == "all" or subject.classes.name.startswith((wanted, PREFIX))
         ]
@@ -60,7 +60,7 @@ def released(request: pytest.FixtureRequest) -> None:
     if flashinfer is not None:
         hold_to(flashinfer)
     activate(release, source)
-    for subject in sglang_subjects(release, source) + plugin_subjects(release):
+    for subject in sglang_subjects(release, source) + plugin_subjects(release, source):
         subject.classes.load()
 
 
