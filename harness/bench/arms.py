@@ -70,7 +70,6 @@ OF_A_SHAPE = {
     "num_steps": 3,
     "num_draft_tokens": 4,
     "accept_length": 3,
-    "max_running_requests": 32,
     "context_length": 90_112,
     "max_total_tokens": 102_400,
 }

@@ -17,7 +17,9 @@ def attention(c: dict[str, Any]) -> int:
     heads, hidden = c["num_attention_heads"], c["hidden_size"]
     if "kv_lora_rank" not in c:
         return hidden * c["head_dim"] * (2 * heads + 2 * c["num_key_value_heads"])
-    query = heads * (c["qk_nope_head_dim"] + c["qk_rope_head_dim"]) * hidden
+    rank = c["q_lora_rank"] or hidden
+    query = heads * (c["qk_nope_head_dim"] + c["qk_rope_head_dim"]) * rank
+    query += hidden * rank if c["q_lora_rank"] else 0
     down = hidden * (c["kv_lora_rank"] + c["qk_rope_head_dim"])
     up = c["kv_lora_rank"] * heads * (c["qk_nope_head_dim"] + c["v_head_dim"])
     return query + down + up + heads * c["v_head_dim"] * hidden
@@ -33,7 +35,7 @@ def feed_forward(c: dict[str, Any], layer: int) -> int:
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=lambda shape: shape.name)
 def test_widths_add_up_to_the_published_size(shape: Shape) -> None:
-    c = shape.configuration(draft=False)
+    c = dict(shape.target)
     layers = sum(attention(c) + feed_forward(c, i) for i in range(c["num_hidden_layers"]))
     total = layers + 2 * c["vocab_size"] * c["hidden_size"]
     assert total == pytest.approx(shape.parameters, rel=0.01)
@@ -48,6 +50,10 @@ def test_a_draft_is_one_layer_of_its_targets_widths(shape: Shape, tmp_path: Path
     )
     assert target == shape.configuration(draft=False)
     assert draft["num_hidden_layers"] == 1
+    served = target["num_hidden_layers"]
+    assert served == shape.cut_to or shape.cut_to is None
+    is_whole = served == shape.target["num_hidden_layers"]
+    assert is_whole or served > target["first_k_dense_replace"]
     differ = {name for name in target if target[name] != draft[name]}
     assert differ <= {
         "architectures",

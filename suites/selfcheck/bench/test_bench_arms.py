@@ -87,6 +87,17 @@ def test_a_shape_is_asked_workloads_of_real_size(capsys):
     assert "each on bs1-in128-out193, bs8-in1024-out97" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("given", "captured"), [("", "8"), (",max_running_requests=4", "4")])
+def test_a_shape_captures_no_larger_batch_than_it_is_asked(given, captured):
+    spec = f"sglang:shape=deepseek-v2-lite{given}"
+    words = ["--a", spec, "--b", f"{spec},backend=specgate_mla"]
+    asked = bench.setup(bench.parser().parse_args(words))
+    for arm in (asked.a, asked.b):
+        command = arm._launch().argv
+        for flag in ("--max-running-requests", "--cuda-graph-max-bs-decode"):
+            assert command[command.index(flag) + 1] == captured
+
+
 @pytest.mark.parametrize("row", REAL_SIZE_ROWS, ids=lambda row: row.id)
 def test_every_prompt_of_a_shape_begins_with_a_token_of_its_own(row):
     made = prompts(row, bench.drawn_text())
