@@ -8,8 +8,18 @@ from pathlib import Path
 import pytest
 
 from fixtures import accept_lengths
-from fixtures.accept_lengths import Outcome, Texts, accept_length, continued, default_arms, row
-from fixtures.pytest_plugin.goldens import PAIRS, load_prompt
+from fixtures.accept_lengths import (
+    Load,
+    Outcome,
+    Texts,
+    accept_length,
+    asked,
+    continued,
+    default_arms,
+    row,
+)
+from fixtures.models.held_out import held_out
+from fixtures.pytest_plugin.goldens import PAIRS, load_prompt, prompts
 from harness.bench.arms import Arm, parse
 from harness.core.paths import MODELS
 
@@ -82,15 +92,28 @@ def test_the_command_ends_with_1_below_the_oracle(
     verified: int,
     code: int,
 ) -> None:
-    def answered(arm: Arm, log: Path, tokens: int, number: int) -> Outcome:
-        return Outcome([(SAME, verified)] * number)
+    def answered(arm: Arm, log: Path, tokens: int, load: Load) -> Outcome:
+        assert load.concurrency == 32
+        return Outcome([(SAME, verified)] * load.prompts * load.times)
 
     known = tmp_path / "oracle.json"
     known.write_text(json.dumps({"gqa 5": [(SAME, 2)] * 3}))
     monkeypatch.setattr(accept_lengths, "ask", answered)
     given = ["--arm", ARM.spec, "--prompts", "2", "--oracle", str(known)]
+    given += ["--times", "3", "--concurrency", "32"]
     assert accept_lengths.main(given) == code
-    assert "2 of 2" in capsys.readouterr().out
+    assert "6 of 6" in capsys.readouterr().out
+
+
+def test_prompts_after_the_shipped_ones_are_slices_of_held_out_text() -> None:
+    made = asked("gqa", 256)
+    assert made[:32] == prompts("gqa")
+    assert (asked("gqa", 40), asked("gqa", 7)) == (made[:40], made[:7])
+    text = " ".join(map(str, held_out()))
+    assert all(" ".join(map(str, prompt)) in text for prompt in made[32:])
+    lengths = sorted(len(prompt) for prompt in made[32:])
+    assert 8 <= lengths[0] < 16 < 180 < lengths[-1] <= 192
+    assert asked("mla", 64)[32:] != made[32:64]
 
 
 def test_an_arm_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
