@@ -27,6 +27,9 @@ class Design(StrEnum):
     """Sixteen short trials per arm on one launch: a machine that is fast and slow for seconds, and
     drifts, affect both arms alike, and a spike moves two of sixteen neighbours at most."""
 
+    THUE_MORSE_8 = "ABBABAAB/BAABABBA"
+    """Four trials per arm on one launch: where launches differ more than what runs on them."""
+
     @property
     def orders(self) -> tuple[str, str]:
         """The two orders; each is the other with the arms swapped."""
@@ -36,7 +39,8 @@ class Design(StrEnum):
     @property
     def launches(self) -> int:
         """Servers of a block: one per arm, or one per trial where no two share a launch."""
-        return 2 if self is Design.THUE_MORSE else len(self.orders[0])
+        shares = self in (Design.THUE_MORSE, Design.THUE_MORSE_8)
+        return 2 if shares else len(self.orders[0])
 
 
 def draw_order(seed: str, index: int, design: Design) -> str:

@@ -3,11 +3,13 @@
 import pytest
 
 from fixtures import bench
+from fixtures.tables.margins import ROWS as MARGIN_ROWS
 from fixtures.tables.workloads import DEFAULT, REAL_SIZE_ROWS, ROWS, WORKLOADS
 from harness.bench.arms import parse
 from harness.bench.plan import Setup
 from harness.bench.prompts import prompts
 from harness.bench.session_records import ArmFacts, Role, Workload
+from harness.bench.stats.design import Design
 from harness.errors import ContractError, UsageError
 
 PAIRS = bench.PAIRS
@@ -84,7 +86,15 @@ def test_arms_of_two_shapes_are_refused(capsys):
 def test_a_shape_is_asked_workloads_of_real_size(capsys):
     words = ["--a", "sglang:shape=deepseek-v2-lite", "--sessions", "A/A", "--dry-run"]
     assert bench.main(words) == 0
-    assert "each on bs1-in128-out193, bs8-in1024-out97" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "each on bs1-in128-out193, bs8-in1024-out97: thue_morse_8, 1 passes per trial" in said
+    asked = bench.setup(bench.parser().parse_args(words))
+    assert [margin.metric for margin in asked.margins] == ["step_time"]
+    assert asked.margins[0].delta1 == 0.01
+    given = bench.setup(bench.parser().parse_args([*words, "--design", "pairs", "--passes", "4"]))
+    assert (given.design, given.passes) == (Design.PAIRS, 4)
+    toy = bench.setup(bench.parser().parse_args(["--a", "embedded:", "--sessions", "A/A"]))
+    assert (toy.design, toy.passes, toy.margins) == (Design.QUADS, 3, MARGIN_ROWS)
 
 
 @pytest.mark.parametrize(("given", "captured"), [("", "8"), (",max_running_requests=4", "4")])
