@@ -176,7 +176,7 @@ def test_other_statuses_raise(status: int) -> None:
         {},
         {"meta_info": None},
         body(5) | {"output_ids": None},
-        {key: value for key, value in body(5).items() if key != "text"},
+        {key: value for key, value in body(5).items() if key != "output_ids"},
         body(5) | {"meta_info": {"finish_reason": None}},
         body(5) | {"meta_info": body(5)["meta_info"] | {"finish_reason": "length"}},
     ],
@@ -187,6 +187,13 @@ def test_what_is_no_answer_raises(wrong: object) -> None:
         pytest.raises(ServerError, match="no answer of /generate"),
     ):
         Client(server.url).generate(PROMPT, 1)
+
+
+def test_a_server_without_a_tokenizer_answers_in_tokens_alone() -> None:
+    tokens = {key: value for key, value in body(5).items() if key != "text"}
+    with StubServer(script(Reply(body=tokens))) as server:
+        answer = Client(server.url).generate(PROMPT, 1)
+    assert (answer.output_ids, answer.text) == (tuple(tokens["output_ids"]), "")
 
 
 def test_a_server_that_is_gone_raises() -> None:
