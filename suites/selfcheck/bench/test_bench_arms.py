@@ -1,5 +1,7 @@
 """Every arm is one word, and every mistake in one is named."""
 
+from pathlib import Path
+
 import pytest
 
 from fixtures import bench
@@ -106,6 +108,8 @@ def test_a_shape_captures_no_larger_batch_than_it_is_asked(given, captured):
         command = arm._launch().argv
         for flag in ("--max-running-requests", "--cuda-graph-max-bs-decode"):
             assert command[command.index(flag) + 1] == captured
+        # A server is started in the repository, wherever the benchmark is.
+        assert Path(command[command.index("--model-path") + 1]).is_absolute()
 
 
 @pytest.mark.parametrize("row", REAL_SIZE_ROWS, ids=lambda row: row.id)
