@@ -53,9 +53,10 @@ def test_every_trial_is_followed_to_where_it_turned(seed: int) -> None:
 
 
 def test_neighbours_are_not_asked() -> None:
-    assert list(search(frozenset({"t"}), 0, 1, None)) == [  # type: ignore[arg-type]
-        Turned(0, 1, frozenset({"t"}))
-    ]
+    def ask(place: int, trials: frozenset[str]) -> dict[str, bool | None]:
+        pytest.fail(f"{place} was asked of {trials}")
+
+    assert list(search(frozenset({"t"}), 0, 1, ask)) == [Turned(0, 1, frozenset({"t"}))]
 
 
 def record(case: str, release: str, *, is_bad: bool) -> Record:
