@@ -63,12 +63,25 @@ def _as_installed(release: Release, source: Path | None) -> None:
         )
 
 
+def hide_gpus() -> None:
+    """Keep CUDA out of the process: where it is, a release takes its GPU's ways on a CPU, too.
+
+    Raises:
+        UsageError: CUDA was in use before.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if torch.cuda.is_available():
+        accepted = "a process that has not used CUDA yet"
+        raise UsageError(rejected("process of a release on a CPU", "one that has", accepted))
+
+
 def _stand_in(release: Release, source: Path) -> None:
     packages = packages_of(release)
     for folder in (source / "sglang", packages):
         if not folder.is_dir():
             how = f"specgate upstream --install {release.version}"
             raise UsageError(f"sglang {release.version} is not installed in {folder}; {how}")
+    hide_gpus()
     os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ["SGLANG_FLASHINFER_WORKSPACE_SIZE"] = str(WORKSPACE_BYTES)
     sys.path[:0] = [str(source), str(packages)]

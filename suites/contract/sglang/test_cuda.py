@@ -1,12 +1,15 @@
-"""On CUDA the installed release runs as it is: nothing is put in place of anything."""
+"""On CUDA the installed release runs as it is, and a release on a CPU sees no CUDA."""
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from fixtures.tables import CASES
 from harness import subjects
@@ -19,6 +22,8 @@ from harness.sglang_subjects import SGLangSubject, sglang_subjects
 
 RELEASE = find_release("0.5.16")
 CUDA = "cuda:0"
+HIDE = "from harness.sglang import process; process.hide_gpus(); import torch; "
+HIDE += "print(torch.cuda.is_available(), torch.cuda.device_count())"
 
 
 @pytest.fixture
@@ -129,3 +134,19 @@ def test_refusals_are_the_real_kernels(
     monkeypatch.setattr(subjects, "compute_capability", lambda name: capability)
     found = hopper[subject].refusal(CASES[row], Execution.EAGER, device)
     assert (reason in found) if reason and found else found is reason
+
+
+def test_a_release_on_a_cpu_sees_no_gpu_of_the_machine(device: torch.device) -> None:
+    assert torch.cuda.is_available() == (device.type == "cuda")
+    done = subprocess.run([sys.executable, "-c", HIDE], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "0"]
+
+
+def test_a_process_that_has_used_cuda_runs_no_release_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UsageError, match="accepted: a process that has not used CUDA yet"):
+        process.hide_gpus()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""

@@ -174,6 +174,7 @@ def test_on_a_gpu_slower_metadata_is_worse(
     said = capsys.readouterr().out
     assert f"{new / 10:.3g} [" in said
     assert "one side reads lengths on the host" in said
+    assert ("0 worse, 0 otherwise, metadata slower" in said) is bool(code)
 
 
 def test_a_side_that_cannot_be_timed_is_told_and_no_failure(
