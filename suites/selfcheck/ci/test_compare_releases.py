@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import yaml
 from fixtures import compare_releases
 from fixtures.compare_releases import Change, Key, changes, comment, key, listed, main
 from fixtures.latency import latency_sides
-from fixtures.latency.latency_sides import EAGER, NEW, OLD, REPLAYED, Timed
+from fixtures.latency.latency_sides import EAGER, NEW, OLD, REPLAYED, Timed, medians
 from fixtures.tables.latency import USUAL
 from harness.core.environment import environment
 from harness.core.paths import ROOT
@@ -175,6 +176,31 @@ def test_on_a_gpu_slower_metadata_is_worse(
     assert f"{new / 10:.3g} [" in said
     assert "one side reads lengths on the host" in said
     assert ("0 worse, 0 otherwise, metadata slower" in said) is bool(code)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "slower"),
+    [
+        (
+            (31.0, 32.6, 31.1, 31.2, 32.5, 31.0, 31.3),
+            (32.6, 31.1, 32.5, 32.4, 31.0, 32.6, 32.5),
+            False,
+        ),
+        (
+            (31.0, 31.1, 31.0, 31.2, 31.1, 31.0, 31.2),
+            (32.6, 32.5, 32.6, 32.4, 32.5, 32.6, 32.5),
+            True,
+        ),
+    ],
+)
+def test_captures_that_differ_by_themselves_blame_no_side(
+    old: tuple[float, ...], new: tuple[float, ...], slower: bool
+) -> None:
+    arms = {(OLD, i): partial(float, took) for i, took in enumerate(old)}
+    arms |= {(NEW, i): partial(float, took) for i, took in enumerate(new)}
+    taken = medians(arms)
+    assert taken == {OLD: old, NEW: new}
+    assert Timed(USUAL, REPLAYED, taken).is_slower is slower
 
 
 def test_a_side_that_cannot_be_timed_is_told_and_no_failure(
