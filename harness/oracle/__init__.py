@@ -12,7 +12,14 @@ from harness.oracle.attention import (
     quantize_dequantize,
 )
 from harness.oracle.decoder import Decoder, Draft
-from harness.oracle.generation import OracleGeneration, greedy, relative_margins, speculate
+from harness.oracle.generation import (
+    FollowedText,
+    OracleGeneration,
+    follow,
+    greedy,
+    relative_margins,
+    speculate,
+)
 from harness.oracle.rotary import rotate
 
 VERSION = 1
@@ -21,8 +28,10 @@ __all__ = [
     "VERSION",
     "Decoder",
     "Draft",
+    "FollowedText",
     "OracleGeneration",
     "attend",
+    "follow",
     "greedy",
     "low_precision_attend",
     "quantize",

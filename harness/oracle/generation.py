@@ -1,4 +1,7 @@
-"""Greedy generation, plain and speculative over a chain; every step recomputes everything."""
+"""Greedy generation, plain and speculative over a chain; every step recomputes everything.
+
+``follow`` judges a text that somebody else generated, token by token behind its own prefix.
+"""
 
 from __future__ import annotations
 
@@ -92,6 +95,58 @@ def speculate(
         decisive = torch.cat((drafted[: matches + 1][: len(chain)], verified[: matches + 1]))
         step_margins.append(float(relative_margins(decisive).min()))
     return _generation(text[len(prompt) :], rows, accept_lengths, step_margins, count, eos)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowedText:
+    """What the oracle says of a text.
+
+    Args:
+        shortfalls: of every token, the best logit behind its prefix minus its own, in units of the
+            row's root mean square; 0 where it is the best.
+        best_ids: the best token behind each prefix.
+        accept_lengths: tokens of every verify step, bonus included; the last step may reach past
+            the text, and is counted up to its end.
+    """
+
+    shortfalls: tuple[float, ...]
+    best_ids: tuple[int, ...]
+    accept_lengths: tuple[int, ...]
+
+
+def follow(
+    target: Decoder,
+    draft: Draft,
+    prompt: Sequence[int],
+    text: Sequence[int],
+    *,
+    num_steps: int,
+    num_draft_tokens: int,
+) -> FollowedText:
+    """Judge each token of ``text`` behind the ones before it, and speculate along it.
+
+    The target's choices are those of the text, whose first token is the prefill's, so that a tie
+    that parts two texts does not part their judgement; the draft's are the oracle's own. Steps and
+    draft tokens are as of ``speculate``.
+    """
+    tokens = [*prompt, *text]
+    hidden, logits = target.forward(torch.tensor(tokens[:-1]))
+    rows = logits[len(prompt) - 1 :]
+    best = rows.max(-1)
+    given = rows.gather(-1, torch.tensor(text)[:, None])[:, 0]
+    shortfalls = (best.values - given) / rows.square().mean(-1).sqrt()
+    accept_lengths, known = [], len(prompt) + 1
+    while known < len(tokens):
+        proposed, _ = _propose(draft, tokens[:known], hidden[: known - 1], num_steps)
+        rest = tokens[known:]
+        matches = _matches(proposed[: min(num_draft_tokens, len(rest)) - 1], rest)
+        accept_lengths.append(matches + 1)
+        known += matches + 1
+    return FollowedText(
+        shortfalls=tuple(shortfalls.tolist()),
+        best_ids=tuple(best.indices.tolist()),
+        accept_lengths=tuple(accept_lengths),
+    )
 
 
 def _propose(

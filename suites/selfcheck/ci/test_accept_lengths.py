@@ -1,58 +1,106 @@
-"""Accept lengths of servers beside the oracle's, on requests that have one text."""
+"""Texts and accept lengths of servers beside the oracle's, along the servers' own texts."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from fixtures import accept_lengths
 from fixtures.accept_lengths import (
+    Judged,
     Load,
     Outcome,
-    Texts,
-    accept_length,
     asked,
-    continued,
     default_arms,
+    followed,
+    judged,
     row,
+    share,
 )
 from fixtures.models.held_out import held_out
 from fixtures.pytest_plugin.goldens import PAIRS, load_prompt, prompts
 from harness.bench.arms import Arm, parse
+from harness.core.case import Dtype
 from harness.core.paths import MODELS
+from harness.core.tolerance import tie_margin
+from harness.oracle import FollowedText
 
 ARM = parse("sglang:pair=gqa,backend=triton,num_steps=5,num_draft_tokens=6")
-SAME, OTHER = (4, 5, 6, 7, 8), (4, 5, 9, 9, 9)
-DUE: Texts = [(SAME, 2), (SAME, 2), (SAME, 1)]
+TIE = tie_margin(Dtype.BF16)
 
 
-def test_an_accept_length_leaves_the_token_of_the_prefill_out() -> None:
-    assert accept_length([(SAME, 2)]) == 2
-    assert accept_length([(SAME, 2), (SAME, 1)]) == pytest.approx(8 / 3)
+def text(prompt: int, steps: int, due: int = 2, ties: int = 0, wrong: str = "") -> Judged:
+    return Judged(prompt, tokens=4, steps=steps, due=due, ties=ties, wrong=wrong)
 
 
-def test_the_oracle_counts_as_its_golden_does() -> None:
+def test_the_oracle_along_its_own_golden_counts_as_that_does() -> None:
     due = load_prompt("gqa", 0)
-    assert continued("gqa", 3, 24, 0) == (due.token_ids, len(due.accept_lengths))
+    found = followed("gqa", 3, (prompts("gqa")[0], due.token_ids))
+    assert len(found.accept_lengths) == len(due.accept_lengths)
+    assert found.shortfalls == (0,) * len(due.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("shortfalls", "ties", "wrong"),
+    [
+        ((0, 0, 0), 0, ""),
+        ((0, 0.9 * TIE, 0.1 * TIE), 2, ""),
+        ((0.5 * TIE, 0, 4 * TIE), 1, "token 2 of prompt 7 is 9, expected 30, 0.18 RMS above it"),
+    ],
+)
+def test_a_token_is_the_oracles_or_ties_with_it_or_is_wrong(
+    shortfalls: tuple[float, ...], ties: int, wrong: str
+) -> None:
+    due = FollowedText(shortfalls=shortfalls, best_ids=(10, 20, 30), accept_lengths=(1, 1))
+    assert judged(7, ((10, 5, 9), 3), due) == Judged(7, 2, 3, 2, ties, wrong)
 
 
 @pytest.mark.parametrize(
     ("texts", "cells", "fine"),
     [
-        ([(SAME, 2), (SAME, 2), (SAME, 1)], ["2.400", "2.400", "3 of 3", "2.400", "2.400"], True),
-        ([(SAME, 2), (SAME, 2), (OTHER, 4)], ["1.500", "2.400", "2 of 3", "2.000", "2.000"], True),
-        ([(SAME, 2), (SAME, 4), (SAME, 1)], ["1.714", "2.400", "3 of 3", "1.714", "2.400"], False),
-        ([(OTHER, 4)] * 3, ["1.000", "2.400", "0 of 3", "nan", "nan"], True),
+        (
+            [text(0, 2), text(1, 2, ties=3)],
+            ["2", "3 of 10", "2.000", "2.000", "100.00% (100.00% to 100.00%)"],
+            True,
+        ),
+        (
+            [text(0, 4), text(1, 4)],
+            ["2", "0 of 10", "1.000", "2.000", "50.00% (50.00% to 50.00%)"],
+            False,
+        ),
+        (
+            [text(0, 1), text(1, 2, wrong="token 5 of prompt 1")],
+            ["2", "0 of 10; 1 wrong: token 5 of prompt 1", "2.667", "2.000"],
+            False,
+        ),
     ],
 )
-def test_drafts_are_compared_on_equal_texts(texts: Texts, cells: list[str], fine: bool) -> None:
-    assert row(ARM, Outcome(texts), DUE) == (["gqa", "5", "triton", *cells], fine)
+def test_tokens_and_drafts_are_judged_along_the_servers_text(
+    texts: list[Judged], cells: list[str], fine: bool
+) -> None:
+    shown, good = row(ARM, texts)
+    assert (shown[: 3 + len(cells)], good) == (["gqa", "5", "triton", *cells], fine)
+
+
+def test_an_accept_length_is_short_where_its_interval_is() -> None:
+    """One prompt of 64 that took twice as long is luck; a fifth of the steps everywhere is not."""
+    luck = [text(i, steps=40 if i else 80, due=40) for i in range(64)]
+    of_it, low, high = share(luck)
+    assert of_it == pytest.approx(64 / 65)
+    assert low < of_it < high == 1
+    assert row(ARM, luck)[1]
+    assert share([text(i, steps=50, due=40) for i in range(64)]) == pytest.approx((0.8, 0.8, 0.8))
+
+
+def test_answers_to_one_prompt_are_drawn_together() -> None:
+    """Asked four times, 16 prompts say no more than once."""
+    once = [text(i, steps=40 + i % 5, due=42) for i in range(16)]
+    assert share(once * 4) == share(once)
 
 
 def test_a_server_that_does_not_start_shows_why() -> None:
-    cells, fine = row(ARM, Outcome([], "ValueError: no"), DUE)
+    cells, fine = row(ARM, [], "ValueError: no")
     assert cells[:4] == ["gqa", "5", "triton", "ValueError: no"]
     assert fine
 
@@ -84,25 +132,29 @@ def test_every_arm_of_the_table_is_one() -> None:
         assert arm.options["num_draft_tokens"] == str(accept_lengths.steps_of(arm) + 1)
 
 
-@pytest.mark.parametrize(("verified", "code"), [(2, 0), (4, 1)])
+@pytest.mark.parametrize(("verified", "code"), [(None, 0), (60, 1)])
 def test_the_command_ends_with_1_below_the_oracle(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    verified: int,
+    verified: int | None,
     code: int,
 ) -> None:
-    def answered(arm: Arm, log: Path, tokens: int, load: Load) -> Outcome:
-        assert load.concurrency == 32
-        return Outcome([(SAME, verified)] * load.prompts * load.times)
+    goldens = [load_prompt("gqa", i) for i in range(2)]
+    own = [(golden.token_ids, verified or len(golden.accept_lengths)) for golden in goldens]
+    ids, steps = own[1]
+    own[1] = ((ids[0] + 1, *ids[1:]), steps) if verified else own[1]
 
-    known = tmp_path / "oracle.json"
-    known.write_text(json.dumps({"gqa 5": [(SAME, 2)] * 3}))
+    def answered(arm: Arm, log: Path, tokens: int, load: Load) -> Outcome:
+        assert (load.concurrency, tokens) == (32, 24)
+        return Outcome(own * load.times)
+
     monkeypatch.setattr(accept_lengths, "ask", answered)
-    given = ["--arm", ARM.spec, "--prompts", "2", "--oracle", str(known)]
-    given += ["--times", "3", "--concurrency", "32"]
-    assert accept_lengths.main(given) == code
-    assert "6 of 6" in capsys.readouterr().out
+    arm = "sglang:pair=gqa,backend=triton,num_steps=3,num_draft_tokens=4"
+    given = ["--arm", arm, "--prompts", "2", "--tokens", "24", "--times", "3"]
+    assert accept_lengths.main([*given, "--concurrency", "32"]) == code
+    said = capsys.readouterr()
+    assert ("token 0 of prompt 1" in said.err) is bool(code)
+    assert " | 6 | " in said.err
 
 
 def test_prompts_after_the_shipped_ones_are_slices_of_held_out_text() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.oracle import greedy, relative_margins, speculate
+from harness.oracle import follow, greedy, relative_margins, speculate
 
 VOCAB = 13
 PROMPT = [5, 2, 8]
@@ -103,6 +103,52 @@ def test_accept_lengths_by_hand(wrong_at, num_steps, num_draft_tokens, accepted)
     assert generation.top_ids[:, 0].tolist() == plain(12)
     assert generation.top_ids.shape == generation.top_logits.shape == (12, 8)
     assert generation.margins == pytest.approx([2.0 / (20 / VOCAB) ** 0.5] * 12)
+
+
+class TornTarget(ScriptedTarget):
+    """Prefers another token behind the sixth of a text, by ``gap``."""
+
+    def __init__(self, gap):
+        self.gap = gap
+
+    def forward(self, token_ids):
+        """As ``Decoder.forward``."""
+        hidden, logits = super().forward(token_ids)
+        if len(token_ids) > 5:
+            logits[5, 7] = logits[5].max() + self.gap
+        return hidden, logits
+
+
+@pytest.mark.parametrize(
+    ("wrong_at", "num_steps", "num_draft_tokens", "accepted"),
+    [
+        pytest.param((), 3, 4, [4, 4, 3], id="all-right-to-the-end-of-the-text"),
+        pytest.param((), 4, 3, [3, 3, 3, 2], id="chain-shorter-than-the-steps"),
+        pytest.param((4, 8), 3, 4, [3, 4, 4], id="third-wrong-and-a-bonus-position"),
+        pytest.param(range(99), 3, 4, [1] * 11, id="all-wrong"),
+    ],
+)
+def test_a_text_is_followed_as_it_was_generated(wrong_at, num_steps, num_draft_tokens, accepted):
+    given = {"num_steps": num_steps, "num_draft_tokens": num_draft_tokens}
+    draft = ScriptedDraft(wrong_at)
+    found = follow(ScriptedTarget(), draft, PROMPT, plain(12), **given)
+    assert list(found.accept_lengths) == accepted
+    assert found.shortfalls == (0,) * 12
+    assert list(found.best_ids) == plain(12)
+    own = speculate(ScriptedTarget(), ScriptedDraft(wrong_at), PROMPT, count=12, **given)
+    assert len(own.accept_lengths) == len(accepted)
+
+
+@pytest.mark.parametrize("gap", [0.25, 1.5])
+def test_a_token_that_is_not_the_best_falls_short_and_parts_nothing_behind_it(gap):
+    text = plain(12)
+    given = {"num_steps": 3, "num_draft_tokens": 4}
+    found = follow(TornTarget(gap), ScriptedDraft(()), PROMPT, text, **given)
+    rms = ((16 + 4 + (4 + gap) ** 2) / VOCAB) ** 0.5
+    # Row 5 of the sequence is behind its sixth token: the fourth of the text comes next.
+    assert found.shortfalls == pytest.approx([0] * 3 + [gap / rms] + [0] * 8)
+    assert found.best_ids == (*text[:3], 7, *text[4:])
+    assert found.accept_lengths == (4, 4, 3)
 
 
 def test_only_the_last_step_reaches_past_the_count():
