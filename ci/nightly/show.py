@@ -53,4 +53,4 @@ def unverified_lines(left: Mapping[str, int], stages: Sequence[str], where: str)
         return [f"everything planned for {where} was verified there"]
     lines = [f"not verified on {where}: {sum(left.values())} trials"]
     lines += [f"  {subject}: {count} trials" for subject, count in left.items()]
-    return lines + [f"  stage {name}" for name in stages]
+    return lines + ([f"  stages: {', '.join(stages)}"] if stages else [])

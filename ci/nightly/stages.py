@@ -74,9 +74,14 @@ class PinnedArm:
         """The stages that make its environment, none where there is one."""
         if self.is_python:
             return []
+        environment, plugin = f"{name} environment", f"{name} plugin"
         make = (sys.executable, "-m", "venv", str(self.home))
-        pip = (self.python, "-m", "pip", "install", "--quiet", "--upgrade", self.pin)
-        return [Stage(f"{name} environment", make), Stage(name, pip, (f"{name} environment",))]
+        pip = (self.python, "-m", "pip", "install", "--quiet")
+        return [
+            Stage(environment, make),
+            Stage(plugin, (*pip, "--no-deps", "--editable", str(ROOT)), (environment,)),
+            Stage(name, (*pip, "--upgrade", self.pin), (plugin,)),
+        ]
 
 
 def arms_of(pins: Mapping[str, str]) -> dict[str, PinnedArm]:
@@ -109,7 +114,7 @@ def plan(
     """
     out, bench = report.absolute(), config["bench"]
     installs = [stage for name, arm in arms.items() for stage in arm.stages(name)]
-    installed = tuple(stage.name for stage in installs if stage.needs)
+    installed = tuple(name for name, arm in arms.items() if not arm.is_python)
     serves = tuple(name for name in installed if name == "candidate")
     latency = ("--report", str(out), f"--junitxml={out}/latency.xml")
     measured = (*_bench(machine, bench, out, arms), *options)
@@ -140,7 +145,7 @@ def _bench(
     machine: Machine, config: dict[str, Any], out: Path, arms: Mapping[str, PinnedArm]
 ) -> tuple[str, ...]:
     backend = machine.row["attention_backend"]
-    common = f"sglang:pair={config['pair']},backend={backend},{config['arm']}"
+    common = f"sglang:shape={config['shape']},backend={backend}"
     a, b = (f"{common},name={name},python={arm.python}" for name, arm in arms.items())
     sides = ("--a", a, "--b", b, "--out", str(out / BENCH))
     return module("harness", "bench", *sides, *config["options"])

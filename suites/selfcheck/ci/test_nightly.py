@@ -16,7 +16,6 @@ from ci.nightly.stages import PinnedArm, Stage
 from fixtures import bench, planned
 from fixtures.fakes.fake_nvml import Driver
 from fixtures.plan import trials as planned_here
-from harness.bench import arms
 from harness.bench.session_records import Role
 from harness.core.capability import BLACKWELL
 from harness.core.paths import ROOT
@@ -98,7 +97,7 @@ def option(stage: Stage, name: str) -> str:
     return stage.argv[stage.argv.index(name) + 1]
 
 
-@pytest.mark.parametrize(("sm", "backend"), [("10.3", "trtllm_mha"), ("9.0", "fa3")])
+@pytest.mark.parametrize(("sm", "backend"), [("10.3", "trtllm_mha"), ("9.0", "flashinfer")])
 def test_benchmark_compares_two_environments_with_controls(sm: str, backend: str) -> None:
     night = plan_of(sm)
     stage = night["bench"]
@@ -107,7 +106,7 @@ def test_benchmark_compares_two_environments_with_controls(sm: str, backend: str
     assert stage.needs == ("reference", "candidate")
     asked = bench_options(stage)
     assert asked.sessions == "candidate,A/A,injected"
-    sides = [arms.parse(option(stage, side)) for side in ("--a", "--b")]
+    sides = [bench.arm_of(option(stage, side)) for side in ("--a", "--b")]
     pythons = [
         ROOT / ".tox" / "pins" / name / "bin" / "python" for name in ("sglang-0.5.14", "sglang")
     ]
@@ -116,7 +115,11 @@ def test_benchmark_compares_two_environments_with_controls(sm: str, backend: str
     assert [side.options["name"] for side in sides] == ["reference", "candidate"]
     assert night["reference"].argv[0] == str(pythons[0])
     assert night["reference"].argv[-1] == "sglang==0.5.14"
-    assert night["reference"].needs == ("reference environment",)
+    assert night["reference"].needs == ("reference plugin",)
+    assert night["reference plugin"].argv[0] == str(pythons[0])
+    assert night["reference plugin"].argv[-1] == str(ROOT)
+    assert night["reference plugin"].needs == ("reference environment",)
+    assert {side.shape for side in sides} == {"llama-3.1-8b"}
 
 
 def bench_options(stage: Stage) -> argparse.Namespace:
@@ -140,7 +143,7 @@ def test_suites_of_servers_ask_the_candidate() -> None:
 def test_another_backend_is_served_and_benchmarked() -> None:
     night = plan_of("9.0", backend="triton")
     assert option(night["server"], "--server-backend") == "triton"
-    sides = [arms.parse(option(night["bench"], side)) for side in ("--a", "--b")]
+    sides = [bench.arm_of(option(night["bench"], side)) for side in ("--a", "--b")]
     assert [side.options["backend"] for side in sides] == ["triton", "triton"]
 
 
@@ -173,7 +176,7 @@ def test_commands_of_stages_exist() -> None:
     assert paths
     assert all((ROOT / path).is_dir() for path in paths)
     assert [stage.argv[2] for stage in night.values() if stage.argv[1] == "-m"] == [
-        "harness", "harness", "venv", "pip", "venv", "pip", "pytest", "harness",
+        "harness", "harness", "venv", "pip", "pip", "venv", "pip", "pip", "pytest", "harness",
     ]  # fmt: skip
 
 

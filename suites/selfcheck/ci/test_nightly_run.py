@@ -22,8 +22,10 @@ STAGES = (
     "differential",
     "latency",
     "reference environment",
+    "reference plugin",
     "reference",
     "candidate environment",
+    "candidate plugin",
     "candidate",
     "server",
     "bench",
@@ -85,11 +87,11 @@ def test_dry_run_shows_the_plan_and_starts_nothing(
     text = capsys.readouterr().out
     assert "planned for Blackwell 10.0: runs trtllm_gen" in text
     assert "sglang==0.5.13" in text
-    [bench] = [line for line in text.splitlines() if line.startswith("stage 8, bench: ")]
+    [bench] = [line for line in text.splitlines() if line.startswith("stage 10, bench: ")]
     assert bench.endswith(" --seconds 77")
     tail = text[text.index("not verified on Blackwell (10.0, 10.3): 3 trials") :].splitlines()
     assert tail[1:3] == ["  mha/gen: 2 trials", "  mla/gen: 1 trials"]
-    assert tail[3:] == [f"  stage {name}" for name in STAGES]
+    assert tail[3:] == [f"  stages: {', '.join(STAGES)}"]
     assert not report.exists()
 
 
@@ -198,6 +200,7 @@ def test_a_night_is_green_only_with_its_stages_and_its_benchmark(
     text = (tmp_path / "summary").read_text()
     assert "as pinned" in text
     assert f"not verified on Blackwell (10.0, 10.3): {left} trials" in text
-    assert ("  stage server" in text) == (sm == (9, 0) or code != 0)
+    [undone] = [line for line in text.splitlines() if line.startswith("  stages: ")] or [""]
+    assert ("server" in undone) == (sm == (9, 0) or code != 0)
     assert ("## specgate: no benchmark" in text) == (effects is None)
     assert history.is_file() == (effects is not None)
