@@ -131,12 +131,18 @@ class Arm:
 
     @property
     def slows_itself(self) -> bool:
-        """Whether the server is started slow; others sleep on ``/slow_down``."""
+        """Whether the server is started slow; others are slowed by ``/slow_down``."""
         return self.kind == "embedded"
 
+    @property
+    def is_gpu_bound(self) -> bool:
+        """Whether its step is the GPU's work; that of a shipped pair is the host's."""
+        return self.kind == "sglang" and self.pair is None
+
     def slowed(self, slowdown: float) -> Arm:
-        """The same arm with an injected slowdown."""
-        return replace(self, slowdown=slowdown, spec=f"{self.spec} +{slowdown:.0%}")
+        """The same arm with an injected slowdown, on top of its own."""
+        both = self.slowdown + slowdown + self.slowdown * slowdown
+        return replace(self, slowdown=both, spec=f"{self.spec} +{100 * slowdown:g}%")
 
     def start(self, log: Path) -> Server:
         """Start it, without waiting; a new port every time."""
@@ -149,14 +155,17 @@ class Arm:
             ContractError: its interpreter lacks the package that it runs.
         """
         if self.kind == "url":
-            return ArmFacts(name=self.spec)
+            return ArmFacts(name=self.spec, slowdown=self.slowdown)
         package = "torch" if self.kind == "embedded" else "sglang"
         versions = {package: _version(self.options.get("python", sys.executable), package)}
         words = self._launch().argv
         ports = {i for w, word in enumerate(words) if word.endswith("port") for i in (w, w + 1)}
         command = tuple(word for i, word in enumerate(words) if i not in ports)
         return ArmFacts(
-            name=self.options.get("name", self.spec), command=command, versions=versions
+            name=self.options.get("name", self.spec),
+            command=command,
+            versions=versions,
+            slowdown=self.slowdown,
         )
 
     def _launch(self) -> process.ServerSpec:
@@ -178,6 +187,7 @@ class Arm:
             target=Path(target),
             draft=Path(draft) if draft and draft != "none" else None,
             attention_backend=self.options.get("backend", "triton"),
+            gpu_delay=self.slowdown > 0 and self.is_gpu_bound,
             python=python,
             args=[*(SHAPE_ARGS if self.shape else ()), *self.options.get("args", "").split()],
             **numbers,

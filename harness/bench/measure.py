@@ -111,6 +111,7 @@ class TrialMaker:
         client = self.connect(server.url)
         client.slow_down(measured.sleep_s)
         try:
+            measured.slept_on = "gpu" if client.delays_gpu() else "host"
             yield
         finally:
             client.slow_down(None)
@@ -125,6 +126,7 @@ class _Measured:
     machine: dict[str, Any] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     sleep_s: float = 0.0
+    slept_on: str = ""
     correct: bool | None = None
 
     def fields(self, *, exact: bool) -> dict[str, Any]:
@@ -154,6 +156,7 @@ class _Measured:
             "flush_seconds": sum(flushed.seconds for flushed in self.flushes),
             "invalid": (*self.wrong, *failures[:3]),
             "slept_s": self.sleep_s,
+            "slept_on": self.slept_on,
             "counts": _counts(samples) if exact and not self.wrong and not failures else {},
         }
 

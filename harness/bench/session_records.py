@@ -55,11 +55,13 @@ class ArmFacts:
         name: for people, such as "fa3" or "sglang 0.5.14".
         command: argv of its server, empty where one was attached to.
         versions: packages that matter, such as {"sglang": "0.5.14"}.
+        slowdown: share of a step's time that is added to every step.
     """
 
     name: str
     command: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
+    slowdown: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +160,8 @@ class Trial:
         started: ISO 8601, UTC.
         seconds: from launch to the last answer.
         counts: of the measured passes, where the server reports any; they have no noise.
-        slept_s: injected before every forward of a server that does not slow itself.
+        slept_s: injected into every step of a server that does not slow itself.
+        slept_on: who sleeps for as long: the server's host, before every forward, or its GPU.
         kind, format: of the line that records it.
     """
 
@@ -177,6 +180,7 @@ class Trial:
     seconds: float
     counts: dict[str, int] = field(default_factory=dict)
     slept_s: float = 0.0
+    slept_on: Literal["", "host", "gpu"] = ""
     kind: Literal["trial"] = "trial"
     format: Literal[3] = 3
 

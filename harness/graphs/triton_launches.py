@@ -7,9 +7,11 @@ raises, naming the kernel and the tensor.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -96,6 +98,7 @@ def watch_interpreter() -> None:
         _check_pointers(builder, access)
     _round_to_nearest(builder, interpreter)
     _multiply_bfloat16(builder, interpreter)
+    _read_clock(builder, interpreter)
 
 
 def _multiply_bfloat16(builder: Any, interpreter: Any) -> None:
@@ -110,6 +113,18 @@ def _multiply_bfloat16(builder: Any, interpreter: Any) -> None:
         return original(*wide, *rest)
 
     builder.create_dot = dot
+
+
+def _read_clock(builder: Any, interpreter: Any) -> None:
+    """Read the host's clock for ``%globaltimer``; the interpreter has no inline assembly."""
+
+    def inline_asm(assembly: str, constraints: str, values: Any, kinds: Any, *rest: Any) -> Any:
+        if "%globaltimer" not in assembly:
+            raise ContractError(f"the interpreter cannot run {assembly!r}")
+        now = np.array([time.perf_counter_ns()], dtype=np.int64)
+        return SimpleNamespace(get_result=lambda _: interpreter.TensorHandle(now, kinds[0]))
+
+    builder.create_inline_asm = inline_asm
 
 
 def _round_to_nearest(builder: Any, interpreter: Any) -> None:

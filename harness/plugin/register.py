@@ -7,11 +7,13 @@ of ours.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from harness.errors import UsageError
+from harness.plugin.gpu_delay import SWITCH, GpuDelay
 from harness.plugin.served import SERVED, ServedBackend
 
 RETURNS_STAMP = (0, 5, 18)
@@ -46,6 +48,8 @@ def register() -> None:
         f"{eagle}.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner"
         ".capture_one_shape": capture_one_shape,
     }
+    if os.environ.get(SWITCH) == "1":
+        hooks |= GpuDelay().hooks
     for target, hook in hooks.items():
         HookRegistry.register(target, hook, HookType.AROUND)
 

@@ -244,6 +244,21 @@ def test_what_a_server_says_of_itself() -> None:
         assert client.models() == ["gqa", "mla"]
 
 
+@pytest.mark.parametrize(
+    ("said", "delays"),
+    [
+        ({"internal_states": [{"specgate_gpu_delay_ns": 0, "page_size": 1}]}, True),
+        ({"internal_states": [{"page_size": 1}]}, False),
+        ({"internal_states": []}, False),
+        ({"page_size": 1}, False),
+    ],
+)
+def test_a_server_says_whether_its_gpu_is_slowed_down(said: dict[str, Any], delays: bool) -> None:
+    with StubServer(script(Reply(body=said))) as server:
+        assert Client(server.url).delays_gpu() is delays
+    assert [asked.path for asked in server.asked] == ["/server_info"]
+
+
 def test_caches_are_taken_for_single_tokens_and_one_worker_unless_said() -> None:
     with StubServer(script(Reply(body={"page_size": None}))) as server:
         assert Client(server.url).cache_shape() == (1, 1)

@@ -13,18 +13,27 @@ from harness.plugin.served import SERVED
 from harness.sglang.releases import find_release
 
 
-@pytest.fixture(scope="module")
-def loaded(request: pytest.FixtureRequest) -> dict[str, Any]:
-    version = request.config.getoption("--release")
-    if version is None or request.config.getoption("--device") != "cpu":
+def driven(config: pytest.Config, *words: str) -> dict[str, Any]:
+    version = config.getoption("--release")
+    if version is None or config.getoption("--device") != "cpu":
         pytest.skip("needs --release VERSION and a CPU: specgate upstream")
     if not find_release(version).has_plugins:
         pytest.skip(f"sglang {version} loads no plugins")
-    command = [sys.executable, "-m", "fixtures.drivers.registered_plugin", version]
+    command = [sys.executable, "-m", "fixtures.drivers.registered_plugin", version, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+@pytest.fixture(scope="module")
+def loaded(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return driven(request.config)
+
+
+@pytest.fixture(scope="module")
+def delayed(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return driven(request.config, "--gpu-delay")
 
 
 def test_every_backend_can_be_chosen(loaded: dict[str, Any]) -> None:
@@ -69,3 +78,27 @@ def test_only_ours_leave_out_the_choice_that_nobody_reads(loaded: dict[str, Any]
     assert with_dead_topk
     assert others
     assert not own
+
+
+def test_a_delay_on_the_gpu_takes_three_more_hooks(
+    loaded: dict[str, Any], delayed: dict[str, Any]
+) -> None:
+    more = {name.rpartition(".")[2] for name in {*delayed["hooked"]} - {*loaded["hooked"]}}
+    assert more == {"forward", "slow_down", "get_internal_state"}
+
+
+def test_the_target_waits_once_in_a_step_and_no_draft_does(delayed: dict[str, Any]) -> None:
+    waits = {forward: count for forward, (count, made) in delayed["waits"].items()}
+    assert waits == {
+        "target's verify": 1,
+        "target's decode": 1,
+        "draft's decode": 0,
+        "draft extend": 0,
+        "prefill": 0,
+    }
+    assert {made for _, made in delayed["waits"].values()} == {"logits"}
+
+
+def test_the_gpu_is_slowed_down_in_place_of_the_host(delayed: dict[str, Any]) -> None:
+    # 60 µs and none: what sglang answers, how long its host sleeps, nanoseconds of the wait.
+    assert delayed["told"] == [["SlowDownReqOutput", None, 60_000], ["SlowDownReqOutput", None, 0]]

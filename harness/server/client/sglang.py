@@ -10,6 +10,7 @@ import requests
 from requests.adapters import HTTPAdapter
 
 from harness.errors import ServerError
+from harness.plugin.gpu_delay import STATE
 from harness.server.client.sse import SNIPPET, events
 
 HEALTH_S = 5.0
@@ -129,6 +130,11 @@ class Client:
     def slow_down(self, seconds: float | None) -> None:
         """Let sglang sleep before every forward, None to stop: an injected slowdown."""
         self._call("POST", "/slow_down", {"forward_sleep_time": seconds})
+
+    def delays_gpu(self) -> bool:
+        """Whether ``slow_down`` is the wait of a GPU, by our plugin, and no sleep of the host."""
+        states = self.server_info().get("internal_states") or [{}]
+        return STATE in states[0]
 
     def abort(self, rid: str | None) -> None:
         """Abort the request of this id, None for all."""

@@ -52,6 +52,20 @@ def multiply(left, right, made, SIZE: tl.constexpr):
     tl.store(made + at, tl.where(silent == silent, silent, product))
 
 
+@triton.jit
+def assembly(made):
+    tl.store(made, tl.inline_asm_elementwise(
+        "mov.u32 $0, %%smid;", "=r", [], dtype=tl.int32, is_pure=True, pack=1
+    ))
+
+
+def unknown_assembly():
+    try:
+        assembly[(1,)](torch.zeros(1, dtype=torch.int32))
+    except ContractError as error:
+        return str(error)
+
+
 def refusal(count_read, count_stored):
     source = torch.arange(count_read, dtype=torch.int32)
     made = torch.zeros(count_stored, dtype=torch.int32)
@@ -85,6 +99,7 @@ print(json.dumps({
     "inside": refusal(6, 6),
     "past_load": refusal(5, 8),
     "past_store": refusal(8, 4),
+    "unknown_assembly": unknown_assembly(),
     "product": product.tolist(),
     "bfloat16": halves.float().tolist(),
     "fp8": rounded.float().tolist(),
@@ -129,6 +144,11 @@ def test_a_stray_pointer_names_kernel_and_tensor(
     seen: dict[str, Any], case: str, message: str
 ) -> None:
     assert seen[case] == message
+
+
+def test_assembly_that_has_no_stand_in_is_refused(seen: dict[str, Any]) -> None:
+    message = "assembly: the interpreter cannot run 'mov.u32 $0, %smid;'"
+    assert seen["unknown_assembly"] == message
 
 
 def test_fp8_is_rounded_to_the_nearest_and_saturates(seen: dict[str, Any]) -> None:

@@ -38,6 +38,43 @@ def test_the_slowed_arm_is_the_same_one_slower():
     assert "--slowdown" not in arm.facts().command
 
 
+def test_a_slowdown_is_a_fact_of_its_arm_and_one_on_top_multiplies(monkeypatch):
+    monkeypatch.setattr("harness.bench.arms._version", lambda python, package: "9")
+    arm = parse("sglang:pair=gqa,name=old,slowdown=0.25", PAIRS)
+    assert arm.facts().slowdown == 0.25
+    twice = arm.slowed(0.2)
+    assert twice.facts().slowdown == pytest.approx(1.25 * 1.2 - 1)
+    assert twice.spec.endswith(" +20%")
+    plain = parse("url:http://a").slowed(0.015)
+    assert (plain.facts().slowdown, plain.spec) == (0.015, "url:http://a +1.5%")
+
+
+@pytest.mark.parametrize(
+    ("spec", "delays"),
+    [
+        ("sglang:shape=wide,slowdown=0.01", "1"),
+        ("sglang:target=/a/model,slowdown=0.01", "1"),
+        ("sglang:shape=wide", None),
+        # Its step is the host's work, in which a wait of the GPU would vanish.
+        ("sglang:pair=gqa,slowdown=0.01", None),
+        ("embedded:slowdown=0.01", None),
+    ],
+)
+def test_a_server_whose_step_is_the_gpus_is_slowed_there(spec, delays, tmp_path):
+    arm = parse(spec, PAIRS, {"wide": tmp_path})
+    assert arm._launch().env.get("SPECGATE_GPU_DELAY") == delays
+
+
+def test_the_slowed_copy_of_a_shape_waits_on_the_gpu_and_has_an_equal_command(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr("harness.bench.arms._version", lambda python, package: "9")
+    arm = parse("sglang:shape=wide", PAIRS, {"wide": tmp_path})
+    slow = arm.slowed(0.01)
+    assert slow._launch().env["SPECGATE_GPU_DELAY"] == "1"
+    assert slow.facts().command == arm.facts().command
+
+
 def test_a_sglang_arm_has_a_pair_or_folders(monkeypatch):
     monkeypatch.setattr("harness.bench.arms._version", lambda python, package: f"{package} 9")
     arm = parse("sglang:backend=triton,pair=mla,args=--a 1 --b,python=/x/python,num_steps=2", PAIRS)
@@ -77,6 +114,34 @@ def test_a_shape_is_served_with_drawn_weights_and_a_fixed_accept_length(monkeypa
     assert not any("SIMULATE" in name for name in parse("sglang:", PAIRS)._launch().env)
     with pytest.raises(UsageError, match="accept_length = 5 is not accepted; accepted: at most 4"):
         parse("sglang:shape=wide,accept_length=5", PAIRS, folders).facts()
+
+
+@pytest.mark.parametrize(
+    ("words", "injected"),
+    [
+        (["--a", "sglang:shape=llama-3.1-8b"], 0.01),
+        (["--a", "sglang:shape=llama-3.1-8b", "--injected", "0.02"], 0.02),
+        (["--a", "sglang:pair=gqa"], 0.05),
+        (["--a", "embedded:", "--injected", "0.1"], 0.1),
+    ],
+)
+def test_a_shape_is_slowed_by_its_margin_unless_said(words, injected):
+    asked = bench.setup(bench.parser().parse_args([*words, "--sessions", "injected"]))
+    assert asked.slowdown == asked.arms(Role.INJECTED)["B"].slowdown == injected
+
+
+def test_with_a_slowed_reference_the_candidate_is_the_faster_arm(capsys):
+    arm = "sglang:shape=llama-3.1-8b"
+    words = ["--a", f"{arm},slowdown=0.01", "--b", arm]
+    asked = bench.setup(bench.parser().parse_args(words))
+    slowdowns = {
+        role: [side.slowdown for side in asked.arms(role).values()] for role in asked.roles
+    }
+    assert slowdowns == {
+        Role.CANDIDATE: [0.01, 0.0],
+        Role.SAME: [0.01, 0.01],
+        Role.INJECTED: [0.01, pytest.approx(1.01 * 1.01 - 1)],
+    }
 
 
 def test_arms_of_two_shapes_are_refused(capsys):

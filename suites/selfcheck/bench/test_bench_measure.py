@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from harness.bench.arms import parse
+from harness.bench.jsonl import from_json, to_json
 from harness.bench.load_generator import WorkloadRun, drive, one
 from harness.bench.measure import TrialMaker, TrialSlot
 from harness.bench.metrics import metrics
@@ -36,8 +37,9 @@ def answer(tokens, *, cached=0, steps=2, counted=None):
 class Client:
     """Streams two chunks after an empty one; records which prompts were in flight."""
 
-    def __init__(self, log, *, cached=0, fails=(), last=5):
+    def __init__(self, log, *, cached=0, fails=(), last=5, on_gpu=False):
         self.log, self.cached, self.fails, self.last = log, cached, fails, last
+        self.on_gpu = on_gpu
 
     def stream(self, input_ids, max_new_tokens):
         self.log.append(("sent", input_ids[0], threading.get_ident()))
@@ -50,6 +52,9 @@ class Client:
 
     def slow_down(self, seconds):
         self.log.append(("slow_down", seconds))
+
+    def delays_gpu(self):
+        return self.on_gpu
 
 
 class Server:
@@ -219,6 +224,16 @@ def test_a_server_that_does_not_slow_itself_is_asked_to_sleep_after_the_warm_up(
     asked = [entry[1] for entry in log if entry[0] == "slow_down"]
     assert asked == [trial.slept_s, None]
     assert log[-1] == ("slow_down", None)  # an attached server is arm A as well
+
+
+@pytest.mark.parametrize(("on_gpu", "slept_on"), [(True, "gpu"), (False, "host")])
+def test_a_slowed_trial_says_who_sleeps(on_gpu, slept_on):
+    arm = parse("url:http://server")
+    made = trials([], on_gpu=on_gpu)
+    slowed = made.run(SLOT, arm.slowed(0.05), Server(), LOOP)
+    assert slowed.slept_on == slept_on
+    assert from_json(to_json(slowed)) == slowed
+    assert made.run(SLOT, arm, Server(), LOOP).slept_on == ""
 
 
 def test_an_injected_sleep_is_removed_when_the_trial_breaks():

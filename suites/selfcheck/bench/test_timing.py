@@ -20,7 +20,7 @@ from fixtures.latency.timing import (
     ratio,
     span_clock,
 )
-from fixtures.tables.latency import ATTENTION, LIMITS, LONG, OURS, PEER, POINTS, Limit
+from fixtures.tables.latency import ATTENTION, LIMITS, LONG, OURS, PEER, POINTS, WAITS, Limit
 from harness.errors import UsageError
 
 
@@ -160,7 +160,7 @@ def test_few_samples_are_no_proof() -> None:
 
 
 def test_every_row_of_the_tables_can_be_told_apart() -> None:
-    for rows in (POINTS, LIMITS, ATTENTION):
+    for rows in (POINTS, LIMITS, ATTENTION, WAITS):
         assert len({row.id for row in rows}) == len(rows)
     assert {limit.point for limit in LIMITS} == set(POINTS)
     assert [limit.factor for limit in LIMITS] == [2.0, 0.4, 0.4, 0.4, 0.2, 0.4]

@@ -1,0 +1,33 @@
+"""A wait on the GPU for as long as a tensor says when it runs, so also in a graph's replay."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+# Impure, so that every reading stays where it is written: none is hoisted, no two become one.
+@triton.jit
+def _now():  # type: ignore[no-untyped-def]
+    return tl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def spin(nanoseconds):  # type: ignore[no-untyped-def]
+    """One program that ends as many nanoseconds after its start as ``nanoseconds`` points to."""
+    start = _now()
+    duration = tl.load(nanoseconds)
+    while _now() - start < duration:
+        pass
+
+
+def wait(nanoseconds: torch.Tensor) -> None:
+    """Keep the current stream waiting; by 0 only for a launch.
+
+    Args:
+        nanoseconds: [1] int64 on the GPU, read when the wait runs and not when it is launched.
+    """
+    spin[(1,)](nanoseconds, num_warps=1)
