@@ -7,12 +7,14 @@ of ours.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from harness.errors import UsageError
 from harness.plugin.served import SERVED, ServedBackend
+from harness.plugin.switches import PHASES
 
 RETURNS_STAMP = (0, 5, 18)
 """From this release on a factory's entry returns a name beside the backend."""
@@ -46,6 +48,10 @@ def register() -> None:
         f"{eagle}.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner"
         ".capture_one_shape": capture_one_shape,
     }
+    if os.environ.get(PHASES) == "1":
+        from harness.plugin.phases import Recorder, phase_hooks
+
+        hooks |= phase_hooks(Recorder())
     for target, hook in hooks.items():
         HookRegistry.register(target, hook, HookType.AROUND)
 
