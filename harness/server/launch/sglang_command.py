@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.errors import UsageError, rejected
+from harness.plugin.switches import PHASES
 from harness.server.launch.ports import free_port
 from harness.server.launch.process import ServerSpec, flags
 
@@ -29,6 +30,7 @@ def sglang(
     context_length: int = 2048,
     max_total_tokens: int = MAX_TOTAL_TOKENS,
     accept_length: int | None = None,
+    phases: bool = False,
     python: str = sys.executable,
     args: Sequence[str] = (),
 ) -> ServerSpec:
@@ -44,6 +46,7 @@ def sglang(
         context_length: most tokens per request.
         max_total_tokens: of the KV pool.
         accept_length: tokens that every verify accepts whatever was drafted; None simulates none.
+        phases: whether our plugin, installed beside it, times the phases of its steps.
         python: an interpreter; two wheels are two environments.
         args: further flags, which win over those set here.
 
@@ -91,6 +94,7 @@ def sglang(
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             # Suites on a CPU interpret their kernels; sglang's scheduler ends if its are.
             "TRITON_INTERPRET": "0",
+            PHASES: str(int(phases)),
             **_simulated(accept_length),
         },
         ready_s=READY_S,
