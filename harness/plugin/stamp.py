@@ -44,8 +44,8 @@ def stamp(state, phase):  # type: ignore[no-untyped-def]
     """End the phase that runs and begin another.
 
     Args:
-        state: [3 + 2 * len(StepPhase)] int64: the last stamp's time in ns, the phase that runs, the one
-            below metadata; then ns by phase, and by phase how often it began.
+        state: [3 + 2 * len(StepPhase)] int64: the last stamp's time in ns, the phase that runs,
+            the one below metadata; then ns by phase, and by phase how often it began.
         phase: of ``StepPhase``, or ``BACK``.
     """
     now = globaltimer()
