@@ -67,7 +67,12 @@ class BenchReport:
 
     @cached_property
     def cases(self) -> tuple[CaseReport, ...]:
-        """In the order of the plans."""
+        """Those that gates and files know, in the order of the plans."""
+        return tuple(row for row in self.rows if not row.finding.is_part)
+
+    @cached_property
+    def rows(self) -> tuple[CaseReport, ...]:
+        """These and the parts of steps."""
         return tuple(CaseReport(found, self._seconds(found)) for found in self.run.findings)
 
     def _seconds(self, found: Finding) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from harness.bench.analysis_blocks import blocks_of, complete, split
+from harness.bench.analysis_phases import largest, moved
 from harness.bench.session_records import CasePlan, Line, Role, Session, Trial, Workload
 from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.design import Block
@@ -19,6 +20,8 @@ from harness.bench.stats.validity import changed_counts
 
 SLOWED = ("step_time", "tpot")
 """Metrics in which a slowdown of a server's steps shows; one of them suffices."""
+WHOLE = "step_time"
+"""The metric that phases are parts of."""
 LEAST_AA_BLOCKS = 3
 """Fewest A/A blocks from which noise is estimated."""
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
@@ -69,10 +72,25 @@ class Finding:
         return self.evidence.verdict
 
     @property
+    def is_part(self) -> bool:
+        """See ``Margin.is_part``."""
+        return self.case.margin.is_part
+
+    @property
     def effects(self) -> list[float]:
         """Cost effects of its valid blocks, log units, positive is worse."""
         sign = -1.0 if self.case.higher_is_better else 1.0
         return [sign * block.effect for block in self.blocks if not block.invalid]
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the verdict of the run rests on it."""
+        return self.role is Role.CANDIDATE and not self.is_part
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether it was shown to be worse or better."""
+        return self.verdict in (BenchVerdict.REGRESSED, BenchVerdict.IMPROVED)
 
     def with_evidence(self, evidence: Evidence) -> Finding:
         """The same with other evidence and its reasons."""
@@ -93,8 +111,8 @@ class RunVerdict:
 
     @property
     def verdict(self) -> BenchVerdict:
-        """The worst of the candidates'; INVALID where the run is invalid."""
-        verdicts = {found.verdict for found in self.findings if found.role is Role.CANDIDATE}
+        """The worst of the candidates', parts left out; INVALID where the run is invalid."""
+        verdicts = {found.verdict for found in self.findings if found.is_gated}
         worst = next(
             (verdict for verdict in WORST_FIRST if verdict in verdicts), BenchVerdict.INVALID
         )
@@ -182,7 +200,9 @@ def dropped(found: Iterable[Finding]) -> list[str]:
     worst: dict[tuple[str, str], Finding] = {}
     for f in found:
         place = f.session.id, f.workload.id
-        if f.evidence.dropped > (worst[place].evidence.dropped if place in worst else 0):
+        if not f.is_part and f.evidence.dropped > (
+            worst[place].evidence.dropped if place in worst else 0
+        ):
             worst[place] = f
     return [
         f"{session} {workload}: {f.evidence.dropped} of {len(f.blocks)} blocks dropped: "
@@ -199,7 +219,7 @@ def visible(found: Iterable[Finding]) -> str:
     """
     worst: dict[str, tuple[float, float, str]] = {}
     for f in found:
-        if f.role is Role.CANDIDATE and f.mde is not None:
+        if f.is_gated and f.mde is not None:
             told = f.mde, f.case.bounds.delta1, f.workload.id
             worst[f.metric] = max(told, worst.get(f.metric, told))
     said = (
@@ -231,9 +251,11 @@ def verdict(found: Sequence[Finding]) -> RunVerdict:
     REGRESSED and IMPROVED of candidates are decided by e-BH. An A/A case that is either of the two,
     or a workload on which the injected slowdown is not REGRESSED, makes every candidate INVALID.
     Of the others those are BLIND whose A/A case showed nothing, or whose noise hides delta1.
+    Parts of a step keep the verdict of their own evidence, and one is named where the step moved.
     """
-    candidates = {f.id: f for f in found if f.role is Role.CANDIDATE}
+    candidates = {f.id: f for f in found if f.is_gated}
     judged = apply_e_bh({name: f.evidence for name, f in candidates.items()})
+    judged |= {f.id: f.evidence for f in found if f.role is Role.CANDIDATE and f.is_part}
     for controls in _controls(found):
         judged = apply_controls(judged, controls)
     same = {(f.workload.id, f.metric): f for f in found if f.role is Role.SAME}
@@ -243,6 +265,7 @@ def verdict(found: Sequence[Finding]) -> RunVerdict:
         else f
         for f in found
     )
+    all_judged = tuple(_in_microseconds(f, all_judged) for f in all_judged)
     all_reasons = [why for evidence in judged.values() for why in evidence.reasons]
     reasons = [why for why in all_reasons if why.startswith("control ")]
     if not candidates:
@@ -250,8 +273,30 @@ def verdict(found: Sequence[Finding]) -> RunVerdict:
     return RunVerdict(findings=all_judged, reasons=tuple(dict.fromkeys(reasons)))
 
 
+def _in_microseconds(found: Finding, every: Sequence[Finding]) -> Finding:
+    """A candidate's finding whose reasons end with how far a phase moved.
+
+    Of a phase that is itself, of a step time that moved the phase that moved furthest with it.
+    """
+    if found.role is not Role.CANDIDATE or not (found.is_part or found.metric == WHOLE):
+        return found
+    why, us = "", moved(found.blocks, found.case.unit)
+    if found.is_part:
+        why = f"{us:+.1f} µs"
+    elif found.has_moved:
+        here = found.session.id, found.workload.id
+        parts = [f for f in every if f.is_part and (f.session.id, f.workload.id) == here]
+        why = largest(us, {f.metric: moved(f.blocks, f.case.unit) for f in parts})
+    reasons = (*found.reasons, why) if why else found.reasons
+    return found.with_evidence(replace(found.evidence, reasons=reasons))
+
+
 def _unless_blind(found: Finding, same: Finding | None) -> Finding:
-    if found.verdict not in (BenchVerdict.OK, BenchVerdict.INCONCLUSIVE) or same is None:
+    if (
+        found.is_part
+        or found.verdict not in (BenchVerdict.OK, BenchVerdict.INCONCLUSIVE)
+        or same is None
+    ):
         return found
     delta1 = found.case.bounds.delta1
     if found.mde is not None and found.mde > delta1 + STEP:  # as fine as it is known
@@ -268,7 +313,7 @@ def _controls(found: Sequence[Finding]) -> list[dict[Control, Evidence]]:
     """The controls of every workload: the worst A/A case, the best case of the slowed metrics."""
     made: list[dict[Control, Evidence]] = []
     for workload in dict.fromkeys(f.workload.id for f in found if f.role is Role.CANDIDATE):
-        here = [f for f in found if f.workload.id == workload]
+        here = [f for f in found if f.workload.id == workload and not f.is_part]
         same = [f.evidence for f in here if f.role is Role.SAME]
         injected = [f.evidence for f in here if f.role is Role.INJECTED and f.metric in SLOWED]
         controls: dict[Control, Evidence] = {}

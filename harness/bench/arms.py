@@ -39,7 +39,7 @@ SGLANG = (
 COMMON = ("pair", "python", "slowdown", "name")
 KINDS: dict[str, tuple[str, ...]] = {
     "embedded": (*COMMON, *EMBEDDED),
-    "sglang": (*COMMON, "backend", "target", "draft", "shape", "args", *SGLANG),
+    "sglang": (*COMMON, "backend", "target", "draft", "shape", "args", "phases", *SGLANG),
 }
 MODELS = ("pair", "target", "shape")
 """Each says alone what an arm serves."""
@@ -61,6 +61,7 @@ MEANINGS = {
     "max_total_tokens": "size of the KV pool",
     "accept_length": "simulated tokens of every verify; 3 for a shape",
     "args": "further flags of sglang.launch_server, separated by spaces",
+    "phases": "on: the GPU's time is told apart by phases of a step",
 }
 """Keys that are no options of ``specgate serve``."""
 EXAMPLE = "--a sglang:pair=gqa --b sglang:pair=gqa,backend=flashinfer"
@@ -119,6 +120,11 @@ class Arm:
     def shape(self) -> str | None:
         """Name of the shape that it serves. Its rounds accept a fixed number of tokens."""
         return self.options.get("shape")
+
+    @property
+    def tells_phases(self) -> bool:
+        """Whether its server is started with the phases of its steps timed."""
+        return "phases" in self.options
 
     @property
     def _named_pair(self) -> str:
@@ -188,6 +194,7 @@ class Arm:
             draft=Path(draft) if draft and draft != "none" else None,
             attention_backend=self.options.get("backend", "triton"),
             gpu_delay=self.slowdown > 0 and self.is_gpu_bound,
+            phases=self.tells_phases,
             python=python,
             args=[*(SHAPE_ARGS if self.shape else ()), *self.options.get("args", "").split()],
             **numbers,
@@ -218,6 +225,8 @@ def parse(
             raise UsageError(rejected(f"option of {kind}", word, accepted))
         if name in NUMBERS and (not value.isdecimal() or not int(value)):
             raise UsageError(rejected(f"option of {kind}", word, "1 or more"))
+        if name == "phases" and value != "on":
+            raise UsageError(rejected(f"option of {kind}", word, "phases=on, or without it"))
         options[name] = value
     arm = Arm(
         spec=spec,

@@ -45,11 +45,12 @@ class OpenSession:
 def open_sessions(sessions: Sequence[Session], found: Sequence[Finding]) -> list[OpenSession]:
     """Sessions with undecided cases, and the workloads of these.
 
-    An injected slowdown that one metric of a workload shows need not be shown by another.
+    An injected slowdown that one metric of a workload shows need not be shown by another, and
+    nobody waits for a part of a step.
     """
     still_open = []
     for session in sessions:
-        mine = [f for f in found if f.session.id == session.id]
+        mine = [f for f in found if f.session.id == session.id and not f.is_part]
         shown = {f.workload.id for f in mine if f.verdict is BenchVerdict.REGRESSED}
         enough = shown if session.role is Role.INJECTED else set()
         undecided = [f for f in mine if not f.evidence.over and f.workload.id not in enough]

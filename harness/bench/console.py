@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.bench.analysis import Finding, dropped, visible
-from harness.bench.session_records import Session, Trial
+from harness.bench.session_records import Role, Session, Trial
 from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.sequential_test import Evidence
 
@@ -140,9 +140,10 @@ class ConsoleView:
         """Redraw the table."""
         self._live.update(Group(table(found), self._bars))
         if not self._console.is_terminal:
-            open_cases = sum(not f.evidence.over for f in found)
-            blocks = max(f.evidence.blocks for f in found)
-            self._console.print(f"{blocks} blocks, {open_cases} of {len(found)} cases undecided")
+            cases = [f for f in found if not f.is_part]
+            open_cases = sum(not f.evidence.over for f in cases)
+            blocks = max(f.evidence.blocks for f in cases)
+            self._console.print(f"{blocks} blocks, {open_cases} of {len(cases)} cases undecided")
             self._print_new(dropped(found))
 
     def _print_new(self, lines: Sequence[str]) -> None:
@@ -160,7 +161,9 @@ def _most_trials(session: Session) -> int:
 
 
 def conclude(found: Sequence[Finding], reasons: Sequence[str], verdict: BenchVerdict) -> Group:
-    """The result: the table, the verdict and its reasons."""
+    """The result: the table, what moved and where the time went, the verdict and its reasons."""
+    moved = [f for f in found if f.role is Role.CANDIDATE and (f.is_part or f.has_moved)]
+    told = [Text(f"{f.id}: {'; '.join(f.reasons)}") for f in moved if f.reasons]
     why = [Text(f"  {reason}") for reason in reasons]
     said = Text(f"verdict: {verdict}", style=VERDICT_STYLES[verdict])
-    return Group(*map(Text, filter(None, [visible(found)])), table(found), said, *why)
+    return Group(*map(Text, filter(None, [visible(found)])), table(found), *told, said, *why)

@@ -14,11 +14,11 @@ import requests
 from harness.bench.arms import Arm
 from harness.bench.load_generator import Prompt, WorkloadRun, drive
 from harness.bench.machine_monitor import MachineMonitor
-from harness.bench.metrics import metrics
+from harness.bench.metrics import Phases, metrics, phase_metrics
 from harness.bench.server_pool import Server
 from harness.bench.session_records import Sample, Trial, Workload
 from harness.bench.stats.validity import Conditions
-from harness.errors import SpecgateError, brief
+from harness.errors import ContractError, SpecgateError, brief
 from harness.server.client.flush import Flushed, flush
 from harness.server.client.sglang import Client
 
@@ -93,11 +93,19 @@ class TrialMaker:
             self._slowed(measured, arm, server, self.warm[where]),
             self.monitor(server) as monitor,
         ):
+            before = self._phases(arm, server)
             for _ in range(self.passes):
                 measured.flushes.append(self.empty(server.url))
                 measured.passes.append(send())
+            measured.phases = phase_metrics(before, self._phases(arm, server))
         measured.machine = monitor.facts()
         measured.correct = True if self.check else None
+
+    def _phases(self, arm: Arm, server: Server) -> Phases:
+        found = self.connect(server.url).phases() if arm.tells_phases else {}
+        if arm.tells_phases and not found:
+            raise ContractError("phases=on, but the server tells none: has it our plugin?")
+        return found
 
     @contextmanager
     def _slowed(
@@ -125,6 +133,7 @@ class _Measured:
     flushes: list[Flushed] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
+    phases: dict[str, float] = field(default_factory=dict)
     sleep_s: float = 0.0
     slept_on: str = ""
     correct: bool | None = None
@@ -149,7 +158,7 @@ class _Measured:
             correct=self.correct,
         )
         return {
-            "metrics": {} if self.wrong else metrics(self.passes),
+            "metrics": {} if self.wrong else self._metrics(),
             "samples": samples,
             "conditions": conditions,
             "flush_tries": sum(flushed.tries for flushed in self.flushes),
@@ -159,6 +168,10 @@ class _Measured:
             "slept_on": self.slept_on,
             "counts": _counts(samples) if exact and not self.wrong and not failures else {},
         }
+
+    def _metrics(self) -> dict[str, float]:
+        found = metrics(self.passes)
+        return found | self.phases if found else {}
 
 
 def _counts(samples: Sequence[Sample]) -> dict[str, int]:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 from harness.bench.load_generator import WorkloadRun
 from harness.bench.session_records import Sample
+from harness.bench.stats.margin import PART
+
+Phases = Mapping[str, tuple[float, int]]
+"""Microseconds and counts by phase, since a server was started."""
+STEP = "verify"
+"""The phase that every step has once."""
 
 
 def decode_ms(sample: Sample) -> float:
@@ -53,3 +59,10 @@ def metrics(passes: Sequence[WorkloadRun]) -> dict[str, float]:
         found["step_time"] = median(decode_ms(s) / s.spec_verify_ct for s in samples)
         found["accept_length"] = tokens / steps
     return found
+
+
+def phase_metrics(before: Phases, after: Phases) -> dict[str, float]:
+    """Microseconds of a step by phase, between two readings; none of a phase that took no time."""
+    spent = {name: after[name][0] - before.get(name, (0.0, 0))[0] for name in after}
+    steps = after.get(STEP, (0.0, 0))[1] - before.get(STEP, (0.0, 0))[1]
+    return {PART + name: us / steps for name, us in spent.items() if steps and us}

@@ -103,7 +103,8 @@ def sessions(setup: Setup, levels: Levels, environment: Environment) -> list[Ses
         for margin in setup.margins
         if (workload.id, margin.metric) in levels
     ]
-    if not gated:
+    family = sum(not margin.is_part for _, margin in gated)
+    if not family:
         raise UsageError(rejected("measured metrics", sorted(levels), "one of the margins table"))
     fixed = _fixed(setup)
     started = datetime.now(UTC).isoformat(timespec="seconds")
@@ -112,7 +113,7 @@ def sessions(setup: Setup, levels: Levels, environment: Environment) -> list[Ses
             id=role.value,
             role=role,
             **fixed[role],
-            thresholds=(control_thresholds if role is Role.SAME else family_thresholds)(len(gated)),
+            thresholds=(control_thresholds if role is Role.SAME else family_thresholds)(family),
             cases=tuple(_case(setup, *row, levels) for row in gated if has_metric(role, row[1])),
             started=started,
             environment=environment,

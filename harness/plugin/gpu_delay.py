@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-SWITCH = "SPECGATE_GPU_DELAY"
-"""Environment variable of a server: "1" puts the wait in its steps."""
 STATE = "specgate_gpu_delay_ns"
 """What the wait is now, in ``internal_states`` of ``/server_info``; missing where nothing waits."""
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"

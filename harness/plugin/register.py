@@ -7,14 +7,15 @@ of ours.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from harness.errors import UsageError
-from harness.plugin.gpu_delay import SWITCH, GpuDelay
+from harness.plugin.gpu_delay import GpuDelay
 from harness.plugin.served import SERVED, ServedBackend
+from harness.plugin.switches import GPU_DELAY, PHASES, is_on
 
 RETURNS_STAMP = (0, 5, 18)
 """From this release on a factory's entry returns a name beside the backend."""
@@ -48,9 +49,14 @@ def register() -> None:
         f"{eagle}.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner"
         ".capture_one_shape": capture_one_shape,
     }
-    if os.environ.get(SWITCH) == "1":
-        hooks |= GpuDelay().hooks
-    for target, hook in hooks.items():
+    chosen = [hooks]
+    if is_on(GPU_DELAY):
+        chosen.append(GpuDelay().hooks)
+    if is_on(PHASES):
+        from harness.plugin.phases import Recorder, phase_hooks
+
+        chosen.append(phase_hooks(Recorder()))
+    for target, hook in chain.from_iterable(one.items() for one in chosen):
         HookRegistry.register(target, hook, HookType.AROUND)
 
 

@@ -259,6 +259,25 @@ def test_a_server_says_whether_its_gpu_is_slowed_down(said: dict[str, Any], dela
     assert [asked.path for asked in server.asked] == ["/server_info"]
 
 
+@pytest.mark.parametrize(
+    ("info", "phases"),
+    [
+        ({"page_size": 16}, {}),
+        ({"internal_states": []}, {}),
+        ({"internal_states": [{"last_gen_throughput": 7.0}]}, {}),
+        (
+            {"internal_states": [{"phases": {"draft": [81.5, 3], "verify": [700, 4]}}]},
+            {"draft": (81.5, 3), "verify": (700.0, 4)},
+        ),
+    ],
+)
+def test_phases_are_told_by_servers_that_time_them(
+    info: dict[str, Any], phases: dict[str, tuple[float, int]]
+) -> None:
+    with StubServer(script(Reply(body=info))) as server:
+        assert Client(server.url).phases() == phases
+
+
 def test_caches_are_taken_for_single_tokens_and_one_worker_unless_said() -> None:
     with StubServer(script(Reply(body={"page_size": None}))) as server:
         assert Client(server.url).cache_shape() == (1, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -10,20 +11,8 @@ from typing import Any
 import pytest
 
 from harness.plugin.served import SERVED
+from harness.plugin.switches import PHASES
 from harness.sglang.releases import find_release
-
-
-def driven(config: pytest.Config, *words: str) -> dict[str, Any]:
-    version = config.getoption("--release")
-    if version is None or config.getoption("--device") != "cpu":
-        pytest.skip("needs --release VERSION and a CPU: specgate upstream")
-    if not find_release(version).has_plugins:
-        pytest.skip(f"sglang {version} loads no plugins")
-    command = [sys.executable, "-m", "fixtures.drivers.registered_plugin", version, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +23,31 @@ def loaded(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def delayed(request: pytest.FixtureRequest) -> dict[str, Any]:
     return driven(request.config, "--gpu-delay")
+
+
+@pytest.fixture(scope="module")
+def timed(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return driven(request.config, **{PHASES: "1"})
+
+
+def driven(config: pytest.Config, *words: str, **switches: str) -> dict[str, Any]:
+    version = config.getoption("--release")
+    if version is None or config.getoption("--device") != "cpu":
+        pytest.skip("needs --release VERSION and a CPU: specgate upstream")
+    if not find_release(version).has_plugins:
+        pytest.skip(f"sglang {version} loads no plugins")
+    command = [sys.executable, "-m", "fixtures.drivers.registered_plugin", version, *words]
+    done = subprocess.run(
+        command,
+        env=os.environ | switches,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def test_every_backend_can_be_chosen(loaded: dict[str, Any]) -> None:
@@ -49,6 +63,32 @@ def test_every_hook_found_its_target(loaded: dict[str, Any]) -> None:
         "capture_one_shape",
         "_capture_cuda_graphs",
     ]
+
+
+def test_every_phase_found_what_it_begins_with(
+    loaded: dict[str, Any], timed: dict[str, Any]
+) -> None:
+    added = sorted(set(timed["hooked"]) - set(loaded["hooked"]))
+    assert [".".join(name.split(".")[-2:]) for name in added] == [
+        "PluginBackend.init_cuda_graph_state",
+        "PluginBackend.init_forward_metadata",
+        "PluginBackend.init_forward_metadata_in_graph",
+        "PluginBackend.init_forward_metadata_out_graph",
+        "PluginBackend.update_verify_buffers_to_fill_after_draft",
+        "PluginMultiStepDraftBackend.init_cuda_graph_state",
+        "PluginMultiStepDraftBackend.init_forward_metadata",
+        "PluginMultiStepDraftBackend.init_forward_metadata_in_graph",
+        "Scheduler.get_internal_state",
+        "eagle_utils.eagle_sample",
+        "EAGLEWorkerV2.forward_batch_generation",
+        "EAGLEWorkerV2.verify",
+        "EagleDraftWorker._draft_extend_for_decode",
+        "EagleDraftWorker.draft",
+    ]
+
+
+def test_verify_samples_by_the_function_that_is_timed(timed: dict[str, Any]) -> None:
+    assert timed["samples"] == [True]
 
 
 def test_the_factory_of_drafts_makes_ours_and_others(loaded: dict[str, Any]) -> None:

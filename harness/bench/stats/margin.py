@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from harness.errors import UsageError, rejected
 
+PART = "phase_"
+"""What the metrics of a step's phases begin with."""
+
 
 def checked(field: str, value: float, *, above: float = 0.0) -> float:
     """``value`` as it came, refused unless it is a finite number greater than ``above``.
@@ -61,6 +64,15 @@ class Margin:
     floor: float = 0.0
     n_max: int = 0
     higher_is_better: bool = False
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is a part of a step: told beside the step time, which alone decides.
+
+        A part counts in no family of e-BH and in no control, makes no run red, BLIND or INVALID and
+        keeps no session open.
+        """
+        return self.metric.startswith(PART)
 
     def bounds(self, level: float, n_max: int) -> Bounds:
         """Log bounds where the reference arm measures about ``level`` in ``unit``.

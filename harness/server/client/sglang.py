@@ -119,6 +119,12 @@ class Client:
         info = self.server_info()
         return info.get("page_size") or 1, info.get("dp_size") or 1
 
+    def phases(self) -> dict[str, tuple[float, int]]:
+        """Microseconds and counts of the phases of all steps so far; none of a server without."""
+        states = self.server_info().get("internal_states") or [{}]
+        found = states[0].get("phases", {})
+        return {name: (float(spent), int(count)) for name, (spent, count) in found.items()}
+
     def models(self) -> list[str]:
         """Ids of ``/v1/models``."""
         return [model["id"] for model in self._call("GET", "/v1/models").json()["data"]]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.errors import UsageError, rejected
-from harness.plugin.gpu_delay import SWITCH
+from harness.plugin.switches import GPU_DELAY, PHASES
 from harness.server.launch.ports import free_port
 from harness.server.launch.process import ServerSpec, flags
 
@@ -31,6 +31,7 @@ def sglang(
     max_total_tokens: int = MAX_TOTAL_TOKENS,
     accept_length: int | None = None,
     gpu_delay: bool = False,
+    phases: bool = False,
     python: str = sys.executable,
     args: Sequence[str] = (),
 ) -> ServerSpec:
@@ -47,6 +48,7 @@ def sglang(
         max_total_tokens: of the KV pool.
         accept_length: tokens that every verify accepts whatever was drafted; None simulates none.
         gpu_delay: whether ``/slow_down`` delays the GPU, where our plugin is installed.
+        phases: whether our plugin, installed beside it, times the phases of its steps.
         python: an interpreter; two wheels are two environments.
         args: further flags, which win over those set here.
 
@@ -94,8 +96,9 @@ def sglang(
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             # Suites on a CPU interpret their kernels; sglang's scheduler ends if its are.
             "TRITON_INTERPRET": "0",
+            PHASES: str(int(phases)),
+            GPU_DELAY: str(int(gpu_delay)),
             **_simulated(accept_length),
-            **({SWITCH: "1"} if gpu_delay else {}),
         },
         ready_s=READY_S,
     )

@@ -54,9 +54,9 @@ def test_a_slowdown_is_a_fact_of_its_arm_and_one_on_top_multiplies(monkeypatch):
     [
         ("sglang:shape=wide,slowdown=0.01", "1"),
         ("sglang:target=/a/model,slowdown=0.01", "1"),
-        ("sglang:shape=wide", None),
+        ("sglang:shape=wide", "0"),
         # Its step is the host's work, in which a wait of the GPU would vanish.
-        ("sglang:pair=gqa,slowdown=0.01", None),
+        ("sglang:pair=gqa,slowdown=0.01", "0"),
         ("embedded:slowdown=0.01", None),
     ],
 )
