@@ -7,6 +7,7 @@ vLLM's dashboards on hud.pytorch.org read.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -26,12 +27,14 @@ def document(rows: Iterable[CaseReport]) -> str:
 
 def _entries(row: CaseReport) -> Iterator[dict[str, Any]]:
     workload, environment = row.workload, row.session.environment
-    asked = {
+    asked: dict[str, Any] = {
         "batch_size": workload.batch_size,
         "input_len": workload.input_len,
         "output_len": workload.output_len,
         "requests": workload.requests,
     }
+    if workload.bench_serving is not None:
+        asked = {"bench_serving": shlex.join(workload.bench_serving)}
     for letter, arm in (("A", row.session.a), ("B", row.session.b)):
         verdict = {"verdict": str(row.verdict), "ratio_b_to_a": row.evidence.ratio}
         values = [

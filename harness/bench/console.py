@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import groupby
 from types import TracebackType
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, Group
@@ -26,6 +27,13 @@ VERDICT_STYLES = {
     BenchVerdict.INCONCLUSIVE: "yellow",
     BenchVerdict.OK: "green",
     BenchVerdict.IMPROVED: "bold green",
+}
+TABLE: dict[str, Any] = {
+    "title_justify": "left",
+    "title_style": "bold",
+    "box": None,
+    "pad_edge": False,
+    "padding": (0, 1, 0, 0),
 }
 HEADS = ("metric", "verdict", "B / A", "95 %", "e", "MDE", "blocks")
 
@@ -61,14 +69,7 @@ def table(found: Sequence[Finding]) -> Group:
     widths = [max(cell_len(str(cell)) for cell in column) for column in columns]
     tables = []
     for place, here in groupby(zip(found, rows, strict=True), key=lambda one: _place(one[0])):
-        made = Table(
-            title=place,
-            title_justify="left",
-            title_style="bold",
-            box=None,
-            pad_edge=False,
-            padding=(0, 1, 0, 0),
-        )
+        made = Table(title=place, **TABLE)
         for head, width in zip(HEADS, widths, strict=True):
             made.add_column(head, width=width, overflow="fold")
         for _, row in here:

@@ -16,6 +16,8 @@ LAUNCH_S = 5.0
 """Per launch of a small model, where several are launched side by side."""
 TRIAL_S = 0.2
 """Flush and monitoring of a trial."""
+PROGRAM_S = 10.0
+"""Start of ``sglang.bench_serving``; nobody knows before how long its requests take."""
 TOKEN_S = {"embedded": 0.01, "sglang": 0.002, "url": 0.002}
 """TPOT of a shipped pair by the kind of an arm: on two cores and on an H200."""
 
@@ -65,13 +67,16 @@ def forecast(setup: Setup, begun: Sequence[Line] = ()) -> Forecast:
         arms = setup.arms(role).values()
         shares += [(arm, workloads, most * servers, most * places) for arm in arms]
     for arm, workloads, started, slots in shares:
-        tokens = sum(w.requests // w.batch_size * w.output_len for w in workloads)
+        own = [w for w in workloads if w.bench_serving is None]
+        tokens = sum(w.requests // w.batch_size * w.output_len for w in own)
+        programs = (len(workloads) - len(own)) * PROGRAM_S
         passes = started * setup.warm_ups + slots * setup.passes
         launched = 0 if arm.kind == "url" else started
         measured = slots * len(workloads)
         launches += launched
         trials += measured
-        seconds += launched * LAUNCH_S + measured * TRIAL_S + passes * tokens * TOKEN_S[arm.kind]
+        one_pass = programs + tokens * TOKEN_S[arm.kind]
+        seconds += launched * LAUNCH_S + measured * TRIAL_S + passes * one_pass
     return Forecast(launches=launches, trials=trials, seconds=seconds)
 
 

@@ -34,11 +34,14 @@ class WorkloadRun:
         samples: of the requests that ended well, in the order of the prompts.
         failures: one line for each of the others.
         seconds: from the first request to the last answer.
+        accept_length: as the server counts it, where the samples have no verify counts; None
+            where it does not.
     """
 
     samples: tuple[Sample, ...]
     failures: tuple[str, ...]
     seconds: float
+    accept_length: float | None = None
 
 
 def one(client: Streaming, prompt: Prompt, output_len: int) -> Sample:

@@ -59,7 +59,7 @@ class MachineMonitor:
         self._ended.set()
         self._thread.join()
         wall, busy, own = (b - a for a, b in zip(self._before, self._clocks(), strict=True))
-        # Processes that ended took their time with them, so that less than none may be left.
+        # Processes that ended may have taken their time with them: less than none may be left.
         self.load = max(0.0, busy - own) / (wall * (psutil.cpu_count() or 1))
 
     def _sample(self) -> None:
@@ -111,11 +111,12 @@ def problems_now(monitor: MachineMonitor, seconds: float = CHECK_S) -> tuple[str
 
 
 def _spent(process: psutil.Process) -> float:
+    """Seconds of all cores, those of its children that ended among them."""
     try:
         times = process.cpu_times()
     except psutil.NoSuchProcess:
         return 0.0
-    return float(times.user + times.system)
+    return float(times.user + times.system + times.children_user + times.children_system)
 
 
 def listeners(url: str) -> list[int]:

@@ -12,9 +12,10 @@ from typing import Any
 import requests
 
 from harness.bench.arms import Arm
+from harness.bench.bench_serving import BenchServing
 from harness.bench.load_generator import Prompt, WorkloadRun, drive
 from harness.bench.machine_monitor import MachineMonitor
-from harness.bench.metrics import Phases, metrics, phase_metrics
+from harness.bench.metrics import Phases, metrics, phase_metrics, step_ms
 from harness.bench.server_pool import Server
 from harness.bench.session_records import Sample, Trial, Workload
 from harness.bench.stats.validity import Conditions
@@ -46,6 +47,7 @@ class TrialMaker:
         passes: of every trial; each follows a flush of its own.
         monitor: of this machine, for a server.
         connect, empty: client and flush of a URL.
+        bench_serving: sends a workload of ``sglang.bench_serving`` to a URL.
         check: raises ``ContractError`` where a server answers wrongly, called before every warm-up;
             None where the right answers are unknown.
     """
@@ -57,6 +59,7 @@ class TrialMaker:
     connect: Callable[[str], Client] = Client
     empty: Callable[[str], Flushed] = flush
     check: Callable[[Arm, Client, Workload], None] | None = None
+    bench_serving: Callable[[str, Workload], WorkloadRun] = field(default_factory=BenchServing)
     warm: dict[tuple[str, str], float] = field(default_factory=dict, repr=False)
     """Milliseconds per step by (URL, workload), of those warmed up."""
 
@@ -78,17 +81,17 @@ class TrialMaker:
         )
 
     def _measure(self, measured: _Measured, arm: Arm, server: Server, workload: Workload) -> None:
-        prompts = self.prompts(workload)
-
         def send() -> WorkloadRun:
-            return drive(lambda: self.connect(server.url), workload, prompts)
+            if workload.bench_serving is not None:
+                return self.bench_serving(server.url, workload)
+            return drive(lambda: self.connect(server.url), workload, self.prompts(workload))
 
         where = (server.url, workload.id)
         if where not in self.warm:
             if self.check:
                 self.check(arm, self.connect(server.url), workload)
             passes = [send() for _ in range(self.warm_ups)]
-            self.warm[where] = metrics(passes[1:] or passes).get("step_time", 0.0)
+            self.warm[where] = step_ms(metrics(passes[1:] or passes))
         with (
             self._slowed(measured, arm, server, self.warm[where]),
             self.monitor(server) as monitor,
@@ -147,14 +150,15 @@ class _Measured:
         """
         samples = tuple(sample for one in self.passes for sample in one.samples)
         failures = tuple(line for one in self.passes for line in one.failures)
-        cached = sum(sample.cached_tokens for sample in samples)
+        known = [s.cached_tokens for s in samples if s.cached_tokens is not None]
+        cached = sum(known) if len(known) == len(samples) else None
         conditions = Conditions(
             **self.machine,
             failed=len(failures),
             output_tokens=sum(sample.completion_tokens for sample in samples),
             cached_tokens=cached,
             # The pass after a flush is its proof: the same prompts were cached before it.
-            flushed=bool(self.flushes) and not cached,
+            flushed=None if cached is None else bool(self.flushes) and not cached,
             correct=self.correct,
         )
         return {

@@ -57,6 +57,8 @@ class Setup:
 
     def __post_init__(self) -> None:
         for w in self.workloads:
+            if w.bench_serving is not None:
+                continue
             least = min(w.batch_size, w.input_len, w.requests, w.output_len - 1)
             if least < 1 or w.requests % w.batch_size:
                 accepted = "at least 1, 2 output tokens, whole batches"

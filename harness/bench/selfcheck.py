@@ -11,7 +11,6 @@ not the differences between launches. A run that ended is not repeated; an inter
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,11 +25,10 @@ from harness.bench.session_records import Role, Trial
 from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.core.argument_types import CommandLine, above_zero, count
 from harness.core.paths import ROOT
-from harness.server.launch.process import embedded, launch
+from harness.server.launch.process import embedded, launch, run_guarded
 
 WORKLOAD = "smoke-bs2-in32-out32"
 FLAGGED = (BenchVerdict.REGRESSED, BenchVerdict.IMPROVED)
-BENCH_GRACE_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,20 +85,8 @@ def run(number: int, options: argparse.Namespace) -> SelfCheckOutcome:
         more = ("--passes", str(options.passes), "--injected", str(options.injected))
         most = ("--blocks-at-most", str(options.blocks_at_most), "--warm-ups", "10")
         command = [sys.executable, "-m", "harness", "bench", *words, *how, *more, *most]
-        run_guarded(command)
+        run_guarded(command, cwd=ROOT)  # a run without a candidate is red, whatever it shows
     return _outcome_of(out.rename(done))
-
-
-def run_guarded(command: Sequence[str]) -> None:
-    """Run a command, which ends with this process however that ends.
-
-    The exit code is of no use: a run without a candidate is always red.
-    """
-    guard = [sys.executable, "-m", "harness.server.launch.guard", str(BENCH_GRACE_S), *command]
-    with subprocess.Popen(
-        guard, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True
-    ) as running:
-        running.wait()
 
 
 def _outcome_of(records: Path) -> SelfCheckOutcome:

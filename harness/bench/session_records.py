@@ -38,6 +38,8 @@ class Workload:
         input_len, output_len: tokens per request.
         requests: per pass; a multiple of batch_size. batch_size requests sent together are a
             one-batch workload; more make a closed loop.
+        bench_serving: arguments of ``sglang.bench_serving``, which sends the requests then; only
+            it knows the numbers, which are 0. None where this project sends them.
     """
 
     id: str
@@ -45,6 +47,7 @@ class Workload:
     input_len: int
     output_len: int
     requests: int
+    bench_serving: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +136,8 @@ class Sample:
         latency_ms: from sending to the last chunk.
         chunk_gaps_ms: between chunks; a chunk holds the tokens that one step accepted.
         completion_tokens, spec_verify_ct, cached_tokens: from ``meta_info``; verify count 0
-            without speculation.
+            without speculation. ``sglang.bench_serving`` tells neither the verify count, 0 then,
+            nor the cached tokens, None then.
     """
 
     ttft_ms: float
@@ -141,7 +145,7 @@ class Sample:
     chunk_gaps_ms: tuple[float, ...]
     completion_tokens: int
     spec_verify_ct: int
-    cached_tokens: int
+    cached_tokens: int | None
 
 
 @dataclass(frozen=True, kw_only=True)

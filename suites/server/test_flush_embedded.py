@@ -8,6 +8,7 @@ from fixtures.pytest_plugin.servers import Served
 from harness.errors import NotFlushed
 from harness.server.client.flush import flush_cache_with_retry, prove_flushed
 
+AVERAGE = "avg_spec_accept_length"
 PROMPT = [7 + 13 * place % 1900 for place in range(70)]
 
 
@@ -24,6 +25,20 @@ def test_a_warm_cache_is_flushed(server: Served) -> None:
     prove_flushed(server.client, PROMPT)
     flush_cache_with_retry(server.url, server.client.flush_path)
     assert server.client.generate(PROMPT, 5) == cold
+
+
+def test_the_accept_length_of_a_server_is_that_since_its_last_flush(
+    embedded_server: Served,
+) -> None:
+    def accepted() -> float | None:
+        return embedded_server.client.server_info()["internal_states"][0].get(AVERAGE)
+
+    embedded_server.client.generate(PROMPT, 23)
+    assert accepted()
+    embedded_server.flush()
+    assert accepted() is None
+    answer = embedded_server.client.generate(PROMPT[::-1], 12)
+    assert accepted() == answer.completion_tokens / answer.spec_verify_ct
 
 
 def test_chunks_add_up(server: Served) -> None:

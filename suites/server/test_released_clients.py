@@ -14,6 +14,9 @@ import pytest
 import requests
 
 from ci import clients
+from harness.bench.arms import parse
+from harness.bench.bench_serving import BenchServing, workload
+from harness.bench.measure import TrialMaker, TrialSlot
 from harness.server.http import protocol
 from harness.server.launch.process import ROOT
 
@@ -25,6 +28,7 @@ SEND_ONE = "Human: Give me a fully functional FastAPI server. Show the python co
 """The prompt that ``sglang.test.send_one`` has by itself."""
 NEW = 24
 GENERATED = "sglang:generation_tokens_total"
+COUNTED = (GENERATED, "sglang:spec_verify_total")
 
 Run = Callable[..., str]
 
@@ -94,6 +98,33 @@ def test_bench_serving_completes_what_it_asks(embedded_server, run, tmp_path, ba
     assert all(result["generated_texts"])
     assert result["accept_length"] > 1
     assert counters(embedded_server)[GENERATED] - before == (PROMPTS + WARMUP) * OUTPUT
+
+
+def test_a_trial_is_loaded_by_bench_serving(embedded_server, interpreter, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    python = tmp_path / "python"  # runs a module without the engine's requirements
+    python.write_text(f'#!/bin/sh\nshift\nexec "{interpreter}" "{SGLANG}" "$@"\n')
+    python.chmod(0o755)
+    shape = f"--random-input-len {INPUT} --random-output-len {OUTPUT} --random-range-ratio 1.0"
+    load = workload(
+        f"--dataset-name random-ids --num-prompts {PROMPTS} {shape} --max-concurrency 2"
+    )
+    made = TrialMaker(
+        prompts=lambda _: (), warm_ups=1, passes=1, bench_serving=BenchServing(python=str(python))
+    )
+    before = counters(embedded_server)
+    slot = TrialSlot(session="candidate", block=0, place=0, arm="A")
+    trial = made.run(slot, parse("embedded:"), embedded_server.running, load)
+    assert trial.invalid == ()
+    assert [sample.completion_tokens for sample in trial.samples] == [OUTPUT] * PROMPTS
+    generated, steps = (counters(embedded_server)[name] - before[name] for name in COUNTED)
+    assert generated == 2 * PROMPTS * OUTPUT
+    for sample in trial.samples:
+        assert 0 < sample.ttft_ms < sample.latency_ms < 1e3 * trial.seconds
+        assert 2 <= len(sample.chunk_gaps_ms) < OUTPUT
+    assert trial.metrics["tpot"] > 0
+    # The warm-up has sent the same requests, which took the same steps.
+    assert trial.metrics["accept_length"] == pytest.approx(2 * PROMPTS * OUTPUT / steps)
 
 
 @pytest.mark.parametrize("stream", [False, True])

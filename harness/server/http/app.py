@@ -86,7 +86,7 @@ def create_app(
     handler = GenerateHandler(engine, metrics)
     _add_generation(app, handler)
     _add_openai(app, engine, handler)
-    _add_administration(app, engine)
+    _add_administration(app, engine, metrics)
     _add_information(app, engine, metrics)
     _add_error_handlers(app)
     if api_key:
@@ -175,11 +175,12 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _add_administration(app: FastAPI, engine: EngineClient) -> None:
+def _add_administration(app: FastAPI, engine: EngineClient, metrics: Metrics) -> None:
     @app.get("/flush_cache", operation_id="get_flush_cache")
     @app.post("/flush_cache", operation_id="flush_cache")
     async def flush_cache(timeout: Timeout = 0.0) -> PlainTextResponse:
         pages = await engine.flush(timeout)
+        metrics.flushed()
         return PlainTextResponse(f"Cache flushed: {pages} pages.\n")
 
     @app.post("/abort_request")

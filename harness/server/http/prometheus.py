@@ -47,9 +47,13 @@ class Metrics:
         """Count a prompt that was not answered."""
         self._requests.labels("failed").inc()
 
+    def flushed(self) -> None:
+        """Begin the accept length anew, as sglang does; counters go on."""
+        self.totals = dict.fromkeys(self.totals, 0)
+
     @property
     def accept_length(self) -> float | None:
-        """Completion tokens per verify step since the start, None before the first."""
+        """Completion tokens per verify step since the last flush, None before the first."""
         steps = self.totals["spec_verify_ct"]
         return self.totals["completion_tokens"] / steps if steps else None
 

@@ -22,6 +22,11 @@ NOT_STARTED = 127
 PR_SET_CHILD_SUBREAPER = 36
 
 
+def command(grace_s: float, argv: Sequence[str]) -> list[str]:
+    """The words that run a command under a guard, from any folder."""
+    return [sys.executable, "-P", __file__, str(grace_s), *argv]
+
+
 def main(argv: Sequence[str]) -> int:
     """Exit code of the command, as in a shell; no process that it started outlives this one."""
     grace_s, *words = argv
@@ -29,14 +34,14 @@ def main(argv: Sequence[str]) -> int:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        command = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
+        running = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:
         print(f"cannot start {words[0]}: {error}", file=sys.stderr)
         return NOT_STARTED
     try:
-        ended = os.pidfd_open(command.pid)
+        ended = os.pidfd_open(running.pid)
         select.select([sys.stdin, ended], [], [])
-        code = command.poll() or 0
+        code = running.poll() or 0
     finally:
         stop(float(grace_s))
     return code if code >= 0 else 128 - code

@@ -6,18 +6,20 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.core.paths import ROOT
-from harness.errors import NotReady, ServerError
+from harness.errors import ContractError, NotReady, ServerError
 from harness.server.client.sglang import Client
+from harness.server.launch import guard
 from harness.server.launch.ports import free_port
 
 POLL_S = 0.1
 STOP_S = 30.0
+GRACE_S = 5.0
 ATTACH_S = 10.0
 LAST_LINES = 20
 
@@ -40,7 +42,7 @@ class ServerSpec:
     url: str
     env: Mapping[str, str] = field(default_factory=dict)
     ready_s: float = 180.0
-    grace_s: float = 5.0
+    grace_s: float = GRACE_S
 
 
 class ServerProcess:
@@ -121,7 +123,7 @@ def _guarded(spec: ServerSpec, log: Path) -> subprocess.Popen[bytes]:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "harness.server.launch.guard", str(spec.grace_s), *spec.argv],
+            guard.command(spec.grace_s, spec.argv),
             cwd=ROOT,
             env=os.environ | dict(spec.env),
             stdin=subprocess.PIPE,
@@ -129,6 +131,44 @@ def _guarded(spec: ServerSpec, log: Path) -> subprocess.Popen[bytes]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+
+def run_guarded(
+    argv: Sequence[str],
+    *,
+    cwd: Path | None = None,
+    log: Path | None = None,
+    patience_s: float | None = None,
+) -> int:
+    """Run a command, which ends with this process however that ends.
+
+    Args:
+        argv: its words.
+        cwd: folder it runs in, None for this process's.
+        log: file of its output, overwritten; None for this process's output.
+        patience_s: seconds until it must have ended, None for no limit.
+
+    Returns:
+        Its exit code, 127 where it could not be started.
+
+    Raises:
+        ContractError: it was ended, because it took too long.
+    """
+    with (
+        log.open("wb") if log else nullcontext() as output,
+        subprocess.Popen(
+            guard.command(GRACE_S, argv),
+            cwd=cwd,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT if output else None,
+            start_new_session=True,
+        ) as running,
+    ):
+        try:
+            return running.wait(patience_s)
+        except subprocess.TimeoutExpired as error:
+            raise ContractError(f"{argv[0]} did not end within {patience_s:g} s") from error
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from fixtures.tables.margins import MARGINS
 from fixtures.tables.workloads import WORKLOADS
 from harness.bench import __main__ as compare
 from harness.bench.analysis import dropped, findings, verdict
-from harness.bench.jsonl import append, from_json, to_json
+from harness.bench.jsonl import append, from_json, read, to_json
 from harness.bench.session_records import ArmFacts, CasePlan, Role, Session, Trial
 from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.design import Design, draw_order
@@ -37,6 +37,7 @@ def records(
     lost=(),
     design=Design.PAIRS,
     bounds=BOUNDS,
+    **plan,
 ):
     workload = WORKLOADS["smoke-bs2-in32-out32"]
     case = CasePlan(workload=workload.id, metric="tpot", bounds=bounds, calibrated=0.01, unit="ms")
@@ -45,7 +46,9 @@ def records(
         design=design, thresholds=Thresholds(), workloads=(workload,), warm_ups=2,
         passes=1, cases=(case,), started="", environment=environment(),
     )  # fmt: skip
+    session = replace(session, **plan)
     append(path, session)
+    trial = None
     for index in range(blocks):
         failed = ("NotReady: it ended with 137",) if index in lost else ()
         for place, arm in enumerate(draw_order("1", index, design)):
@@ -63,7 +66,7 @@ def records(
 
 
 def judged(path):
-    (found,) = findings(compare.read(path))
+    (found,) = findings(read(path))
     return found
 
 
@@ -93,11 +96,11 @@ def test_a_run_says_why_its_control_failed(tmp_path):
     path = tmp_path / "bench.jsonl"
     counts = ({"spec_verify_ct": 52}, {"spec_verify_ct": 53})
     records(path, counts=counts, role=Role.INJECTED)
-    injected = findings(compare.read(path))
+    injected = findings(read(path))
     records(tmp_path / "same", ratio=1.0)
-    same = findings(compare.read(tmp_path / "same"))
+    same = findings(read(tmp_path / "same"))
     records(tmp_path / "candidate", ratio=1.0, role=Role.CANDIDATE)
-    run = verdict([*injected, *same, *findings(compare.read(tmp_path / "candidate"))])
+    run = verdict([*injected, *same, *findings(read(tmp_path / "candidate"))])
     told = (
         "control injected slowdown: invalid instead of regressed (count spec_verify_ct: A 52, B 53)"
     )
@@ -107,7 +110,7 @@ def test_a_run_says_why_its_control_failed(tmp_path):
 def test_every_trial_of_an_arm_is_counted(tmp_path):
     path, other = tmp_path / "bench.jsonl", tmp_path / "other.jsonl"
     records(other, counts=({"spec_verify_ct": 52},) * 2, ratio=1.0, design=Design.QUADS)
-    for line in compare.read(other):
+    for line in read(other):
         first = isinstance(line, Trial) and line.place < 2
         changed = first and (line.block, line.arm) == (5, "B")
         append(path, replace(line, counts={"spec_verify_ct": 51}) if changed else line)
@@ -150,7 +153,7 @@ BUSY = "load: 0.02 to 0.79, accepted: others under half the cores"
 def test_compare_says_why_blocks_were_dropped(tmp_path, capsys):
     path, quiet = tmp_path / "bench.jsonl", tmp_path / "quiet.jsonl"
     records(quiet, blocks=8, lost=(0, 6))
-    for line in compare.read(quiet):
+    for line in read(quiet):
         busy = isinstance(line, Trial) and line.block in (3, 4)
         load = Conditions(load=0.79 if line.place else 0.02) if busy else None
         quieter = load or (Conditions(load=0.02) if isinstance(line, Trial) else None)
@@ -197,7 +200,7 @@ def test_nothing_is_truncated_at_80_columns(capsys):
 
 
 def test_the_example_is_judged_as_its_report_says():
-    run = verdict(findings(compare.read(EXAMPLE)))
+    run = verdict(findings(read(EXAMPLE)))
     said = {(f.role, f.metric): f.verdict for f in run.findings}
     assert said[Role.CANDIDATE, "step_time"] is BenchVerdict.IMPROVED
     # Its noise would have hidden a TTFT that is 20 % worse.
@@ -243,11 +246,11 @@ def test_lines_that_are_no_records_are_named(tmp_path):
     ):
         path.write_text(f"{whole}{line}\n")
         with pytest.raises(UsageError) as raised:
-            list(compare.read(path))
+            list(read(path))
         assert f"bench.jsonl:4: {field}" in str(raised.value)
         assert "\n" not in str(raised.value)
     path.write_text(whole + '{"format":3')
-    assert list(compare.read(path))[-1] == trial
+    assert list(read(path))[-1] == trial
 
 
 def test_infinities_come_back_as_they_were(tmp_path):

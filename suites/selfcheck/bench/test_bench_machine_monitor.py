@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -51,6 +53,15 @@ def test_without_a_gpu_only_the_host_is_told_and_our_own_work_is_no_load(monkeyp
         pass
     # Nine seconds of work in ten, six of them ours, on two cores.
     assert monitor.facts() == {"load": pytest.approx(0.15)}
+
+
+def test_work_of_a_process_that_began_and_ended_meanwhile_is_ours():
+    monitor = MachineMonitor()
+    _, _, before = monitor._clocks()
+    spin = "import time\nwhile time.process_time() < 0.5: pass"
+    subprocess.run([sys.executable, "-c", spin], check=True)
+    _, _, after = monitor._clocks()
+    assert 0.5 <= after - before < 5.0
 
 
 @pytest.mark.parametrize(

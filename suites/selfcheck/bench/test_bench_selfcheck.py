@@ -41,7 +41,8 @@ def test_a_selfcheck_counts_what_was_left_alone_and_what_was_found(tmp_path):
 def test_a_selfcheck_runs_the_command_a_user_types(tmp_path, monkeypatch, capsys, ratio, code):
     commands = []
 
-    def bench_run(command):
+    def bench_run(command, cwd):
+        assert cwd == ROOT
         commands.append(command)
         out = Path(command[command.index("--out") + 1])
         same, injected = tmp_path / "same", tmp_path / "injected"
@@ -71,7 +72,7 @@ def test_a_selfcheck_runs_the_command_a_user_types(tmp_path, monkeypatch, capsys
 
 
 def test_a_killed_selfcheck_leaves_no_benchmark_running(tmp_path):
-    script = "from harness.bench.selfcheck import run_guarded; run_guarded(['sleep', '60'])"
+    script = "from harness.bench import selfcheck; selfcheck.run_guarded(['sleep', '60'])"
     with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT) as parent:
         process = psutil.Process(parent.pid)
         eventually(lambda: [p for p in process.children(recursive=True) if p.name() == "sleep"])

@@ -1,0 +1,53 @@
+"""A benchmark that is killed leaves no process and no half line, and goes on where it was."""
+
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from fixtures import bench
+from fixtures.pytest_plugin.poll import eventually
+from harness.bench.jsonl import read
+from harness.bench.session_records import Session, Trial
+from harness.core.paths import ROOT
+
+WORDS = (
+    "--a=embedded:pair=gqa",
+    "--sessions=A/A",
+    "--workloads=smoke-bs2-in32-out32",
+    "--design=pairs",
+    "--blocks-at-most=1",
+    "--warm-ups=1",
+    "--passes=3",
+)
+
+
+def trials(path):
+    return [line for line in read(path) if isinstance(line, Trial)] if path.exists() else []
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_benchmark_killed_in_a_trial_leaves_nothing_and_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "raise_priority", lambda: None)  # would outlive the test
+    out = tmp_path / "bench.jsonl"
+    command = [sys.executable, "-m", "harness", "bench", *WORDS, f"--out={out}"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as running:
+        process = psutil.Process(running.pid)
+        eventually(lambda: trials(out), within_s=120)
+        left = process.children(recursive=True)
+        servers = [one for one in left if "serve" in one.cmdline()]
+        running.kill()  # its next trial has begun
+    assert running.returncode == -signal.SIGKILL
+    assert len(servers) >= 2
+    assert psutil.wait_procs(left, timeout=30)[1] == []
+    assert out.read_bytes().endswith(b"}\n")
+    kept = list(read(out))
+    assert [type(line) for line in kept[:2]] == [Session, Trial]
+    assert len(kept) == 2
+    assert bench.main([*WORDS, f"--out={out}", "--resume"]) == 1  # a control alone is no verdict
+    lines = list(read(out))
+    assert lines[: len(kept)] == kept
+    done = {(line.block, line.place) for line in trials(out) if not line.invalid}
+    assert done == {(0, 0), (0, 1)}

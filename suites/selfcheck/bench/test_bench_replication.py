@@ -1,0 +1,118 @@
+"""Runs of one benchmark on several hosts are put side by side; the worst of them is the result."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from fixtures.tables.workloads import WORKLOADS
+from harness.bench import __main__ as compare
+from harness.bench.replication import agree
+from harness.bench.session_records import ArmFacts, Role
+from harness.bench.stats.design import Design
+from harness.core.environment import environment
+from suites.selfcheck.bench.test_bench_analysis import judged, records
+
+OTHER = replace(environment(), device="another GPU")
+
+
+def hosts(tmp_path, first, second):
+    """Records of a session on two hosts."""
+    paths = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    for path, given in zip(paths, (first, {"environment": OTHER} | second), strict=True):
+        records(path, **{"role": Role.CANDIDATE, "blocks": 2} | given)
+    return [str(path) for path in paths]
+
+
+def controlled(tmp_path, *ratios):
+    """Records of candidates on hosts whose controls are as they should be."""
+    paths = [tmp_path / f"{number}.jsonl" for number, _ in enumerate(ratios)]
+    for path, ratio in zip(paths, ratios, strict=True):
+        text, part = "", tmp_path / "part"
+        for role, slower in ((Role.CANDIDATE, ratio), (Role.SAME, 1.0), (Role.INJECTED, 1.05)):
+            records(part, ratio=slower, role=role, started=path.name)
+            text += part.read_text().replace('"s"', f'"{role}"')
+            part.unlink()
+        path.write_text(text)
+    return [str(path) for path in paths]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "code"),
+    [((1.0, 1.0), 0), ((1.05, 1.0), 1), ((1.0, 1.05), 1), ((0.95, 1.0), 0), ((1.0, 1.0, 1.05), 1)],
+)
+def test_the_worst_host_is_the_result(tmp_path, capsys, ratios, code):
+    assert compare.main(controlled(tmp_path, *ratios)) == code
+    verdicts = [line for line in capsys.readouterr().out.splitlines() if line[:8] == "verdict:"]
+    said = {1.0: "ok", 1.05: "regressed", 0.95: "improved"}
+    assert verdicts == [f"verdict: {said[ratio]}" for ratio in ratios]
+
+
+def test_effects_and_intervals_stand_side_by_side(tmp_path, capsys):
+    same = {"blocks": 16}
+    paths = hosts(tmp_path, {"ratio": 0.735} | same, {"ratio": 0.691} | same)
+    compare.main(paths)
+    said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    place = said.index("hosts, smoke-bs2-in32-out32")
+    assert said[place + 1] == "metric 1: B / A 95 % 2: B / A 95 % agree"
+    row = r"tpot -26.5 % -26\.\d to -26\.\d % -30.9 % -3[01]\.\d to -30\.\d % no"
+    assert re.fullmatch(row, said[place + 2])
+    assert said[place + 3 :] == ["hosts disagree: smoke-bs2-in32-out32 tpot"]
+
+
+def test_intervals_that_overlap_agree_and_those_without_a_bound_say_nothing(tmp_path):
+    records(tmp_path / "bench.jsonl", role=Role.CANDIDATE)
+    evidence = judged(tmp_path / "bench.jsonl").evidence
+
+    def bounded(*bounds):
+        return agree([replace(evidence, low=low, high=high) for low, high in bounds])
+
+    assert bounded((0.70, 0.74), (0.73, 0.80)) is True
+    assert bounded((0.70, 0.74), (0.75, 0.80)) is False
+    assert bounded((0.75, 0.80), (0.70, 0.74)) is False
+    # The first and the last have nothing in common.
+    assert bounded((0.70, 0.74), (0.73, 0.80), (0.76, 0.90)) is False
+    assert bounded((0.70, 0.74), (0.0, float("inf"))) is None
+    assert bounded((0.70, 0.74), (0.72, float("inf"))) is True
+
+
+ROW = WORKLOADS["smoke-bs2-in32-out32"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"a": ArmFacts(name="old")}, "arm A of session s = ('old', {})"),
+        ({"b": ArmFacts(name="b", versions={"sglang": "0.5.14"})}, "arm B of session s = ('b', {'"),
+        ({"design": Design.QUADS}, "design of session s = 'quads'"),
+        ({"workloads": (replace(ROW, output_len=33),)}, "workloads of session s = ("),
+        ({"passes": 2}, "passes of session s = 2"),
+    ],
+)
+def test_runs_that_asked_something_else_are_refused(tmp_path, capsys, changed, what):
+    paths = hosts(tmp_path, {}, changed)
+    assert compare.main(paths) == 2
+    said, told = capsys.readouterr()
+    assert said == ""
+    assert told.startswith(f"specgate compare: {paths[1]}: {what}")
+    assert f", as in {paths[0]}" in told
+
+
+def test_other_sessions_are_refused(tmp_path, capsys):
+    paths = hosts(tmp_path, {}, {"id": "t", "blocks": 0})
+    assert compare.main(paths) == 2
+    told = capsys.readouterr().err
+    assert "sessions = ['t'] is not accepted; accepted: ['s'], as in" in told
+
+
+def test_a_run_is_no_repetition_of_itself(tmp_path, capsys):
+    paths = hosts(tmp_path, {}, {})
+    assert compare.main([*paths, paths[1]]) == 2
+    told = capsys.readouterr().err
+    assert f"records = {paths[1]!r} is not accepted; accepted: those of another run" in told
+
+
+def test_interpreters_folders_and_seeds_may_differ(tmp_path):
+    first = {"a": ArmFacts(name="a", command=("/here/python",))}
+    second = {"a": ArmFacts(name="a", command=("/there/python",)), "seed": "7", "blocks": 0}
+    assert compare.main(hosts(tmp_path, first, second)) != 2
