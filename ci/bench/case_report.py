@@ -6,13 +6,14 @@ import math
 from dataclasses import dataclass
 
 from harness.bench.analysis import Finding
-from harness.bench.console import change, e_value, interval, percent
+from harness.bench.console import change, e_value, interval
 from harness.bench.session_records import Role, Session, Workload
 from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.design import Block
 from harness.bench.stats.margin import Bounds
 from harness.bench.stats.multiple_testing import Control
 from harness.bench.stats.sequential_test import Evidence
+from harness.bench.wording import percent
 
 CONTROLS = {Role.SAME: Control.AA, Role.INJECTED: Control.INJECTED}
 

@@ -11,7 +11,8 @@ from prometheus_client.openmetrics.exposition import generate_latest
 
 from ci.bench.case_report import CaseReport
 from ci.bench.latency_table import LatencyFigure
-from harness.bench.console import e_value, percent
+from harness.bench.console import e_value
+from harness.bench.wording import percent
 
 LABELS = ("session", "workload", "metric", "sku", "a", "b")
 BENCH_GAUGES: tuple[tuple[str, str, Callable[[CaseReport], float | None]], ...] = (

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from ci.bench.bench_report import BenchReport
 from ci.bench.case_report import CaseReport
-from harness.bench.console import change, e_value, interval, percent
+from harness.bench.console import change, e_value, interval
 from harness.bench.stats.bench_verdict import BenchVerdict
+from harness.bench.wording import percent
 
 MOST_LINES = 60
 LEVELS = {

@@ -16,9 +16,9 @@ from pydantic import TypeAdapter
 
 from ci.bench.case_report import relative
 from ci.bench.change_point import Change, changed
-from harness.bench.console import percent
 from harness.bench.jsonl import EXACT, validated
 from harness.bench.stats.bench_verdict import BenchVerdict
+from harness.bench.wording import percent
 from harness.errors import UsageError
 
 ALARM = 365.0

@@ -22,7 +22,7 @@ from ci.bench.charts import (
     verdicts,
 )
 from ci.bench.history import Entry, Series
-from harness.bench.console import percent
+from harness.bench.wording import percent
 
 EVENT_MARKS = {"epoch": ("┊", [2, 3]), "suspected change": ("╎", [6, 3]), "alarm": ("│", [1, 0])}
 """Glyph and dashes of the vertical line at an event."""

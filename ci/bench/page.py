@@ -16,7 +16,8 @@ from ci.bench.case_report import CaseReport
 from ci.bench.charts import Drawing
 from ci.bench.history import Series
 from ci.report import breakable
-from harness.bench.console import change, interval, percent
+from harness.bench.console import change, interval
+from harness.bench.wording import percent
 
 PAGE_FOLDER = Path(__file__).parent
 

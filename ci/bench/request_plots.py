@@ -28,9 +28,9 @@ from ci.bench.charts import (
     split,
     values,
 )
-from harness.bench.console import percent
 from harness.bench.session_records import Sample, Session, Trial
 from harness.bench.stats.decomposition import decompose
+from harness.bench.wording import percent
 
 DECILES = tuple(range(10, 100, 10))
 HALVES = ("tpot", "step_time", "accept_length")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -17,6 +16,7 @@ from harness.bench.stats.estimates import STEP, detectable
 from harness.bench.stats.multiple_testing import Control, apply_controls, apply_e_bh
 from harness.bench.stats.sequential_test import Evidence, SequentialPlan, judge
 from harness.bench.stats.validity import changed_counts
+from harness.bench.wording import size
 
 SLOWED = ("step_time", "tpot")
 """Metrics in which a slowdown of a server's steps shows; one of them suffices."""
@@ -223,15 +223,10 @@ def visible(found: Iterable[Finding]) -> str:
             told = f.mde, f.case.bounds.delta1, f.workload.id
             worst[f.metric] = max(told, worst.get(f.metric, told))
     said = (
-        f"{metric} {change(seen)} of {change(needed)} ({workload})"
+        f"{metric} {size(seen)} of {size(needed)} ({workload})"
         for metric, (seen, needed, workload) in worst.items()
     )
     return f"seen of what must be: {', '.join(said)}" if worst else ""
-
-
-def change(log: float) -> str:
-    """A log effect as a share, such as "1.2 %"; "…" where it has no end."""
-    return f"{100 * math.expm1(log):.1f} %" if log < math.inf else "…"
 
 
 def _alike(blocks: Sequence[Block]) -> list[tuple[str, int]]:
@@ -300,7 +295,7 @@ def _unless_blind(found: Finding, same: Finding | None) -> Finding:
         return found
     delta1 = found.case.bounds.delta1
     if found.mde is not None and found.mde > delta1 + STEP:  # as fine as it is known
-        why = f"this noise hides less than {change(found.mde)}, and {change(delta1)} must be found"
+        why = f"this noise hides less than {size(found.mde)}, and {size(delta1)} must be found"
     elif same.verdict is BenchVerdict.INCONCLUSIVE:
         why = "its A/A case is inconclusive"
     else:

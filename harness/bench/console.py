@@ -19,6 +19,7 @@ from harness.bench.analysis import Finding, dropped, visible
 from harness.bench.session_records import Role, Session, Trial
 from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.sequential_test import Evidence
+from harness.bench.wording import percent
 
 VERDICT_STYLES = {
     BenchVerdict.REGRESSED: "bold red",
@@ -36,13 +37,6 @@ TABLE: dict[str, Any] = {
     "padding": (0, 1, 0, 0),
 }
 HEADS = ("metric", "verdict", "B / A", "95 %", "e", "MDE", "blocks")
-
-
-def percent(ratio: float | None) -> str:
-    """A ratio as a change, such as "+3.1 %"; "…" where it has no bound, "–" where there is none."""
-    if ratio is None or math.isnan(ratio):
-        return "–"
-    return f"{100 * (ratio - 1):+.1f} %" if 0.0 < ratio < math.inf else "…"
 
 
 def change(evidence: Evidence) -> str:

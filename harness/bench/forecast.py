@@ -11,6 +11,7 @@ from harness.bench.arms import Arm
 from harness.bench.block_runner import open_sessions
 from harness.bench.plan import Setup, has_metric
 from harness.bench.session_records import Line, Role, Session, Workload
+from harness.bench.sizing import PASSES
 
 LAUNCH_S = 5.0
 """Per launch of a small model, where several are launched side by side."""
@@ -53,30 +54,31 @@ def forecast(setup: Setup, begun: Sequence[Line] = ()) -> Forecast:
     """
     launches, trials, seconds = 0, 0, 0.0
     places, servers = len(setup.design.orders[0]) // 2, setup.design.launches // 2
-    shares: list[tuple[Arm, Sequence[Workload], int, int]] = []
+    shares: list[tuple[Arm, Sequence[Workload], int, int, int]] = []
     left: list[tuple[Role, Sequence[Workload], int]]
     plans = [line for line in begun if isinstance(line, Session)]
+    passes = plans[0].passes if plans else setup.passes or max(PASSES)
     if plans:
         open_ = open_sessions(plans, findings(begun, detectable_too=False))
         left = [(one.session.role, one.workloads, one.left) for one in open_]
     else:
         left = [(role, setup.workloads, blocks(setup, role)) for role in setup.roles]
-        # Of the rehearsal one launch per arm, and one trial per workload.
-        shares = [(a, setup.workloads, 1, 1) for a in setup.arms(setup.roles[0]).values()]
+        trials_passes = setup.rehearsed_trials, setup.rehearsed_passes
+        shares = [(arm, setup.workloads, 1, *trials_passes) for arm in setup.rehearsed]
     for role, workloads, most in left:
         arms = setup.arms(role).values()
-        shares += [(arm, workloads, most * servers, most * places) for arm in arms]
-    for arm, workloads, started, slots in shares:
+        shares += [(arm, workloads, most * servers, most * places, passes) for arm in arms]
+    for arm, workloads, started, slots, of_each in shares:
         own = [w for w in workloads if w.bench_serving is None]
         tokens = sum(w.requests // w.batch_size * w.output_len for w in own)
         programs = (len(workloads) - len(own)) * PROGRAM_S
-        passes = started * setup.warm_ups + slots * setup.passes
+        sent = started * setup.warm_ups + slots * of_each
         launched = 0 if arm.kind == "url" else started
         measured = slots * len(workloads)
         launches += launched
         trials += measured
         one_pass = programs + tokens * TOKEN_S[arm.kind]
-        seconds += launched * LAUNCH_S + measured * TRIAL_S + passes * one_pass
+        seconds += launched * LAUNCH_S + measured * TRIAL_S + sent * one_pass
     return Forecast(launches=launches, trials=trials, seconds=seconds)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,6 +24,8 @@ SLOWDOWN = 0.05
 """Of the injected control."""
 WARM_UPS = 2
 PASSES_PER_TRIAL = 3
+SIZED_LAUNCHES, SIZED_TRIALS = 2, 6
+"""Of every arm, and of every workload on each, where a rehearsal measures the noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,8 @@ class Setup:
         margins: rows of every metric.
         roles: the sessions.
         seed, design: of the randomised orders; every session draws its own.
-        warm_ups, passes: see ``TrialMaker``.
+        warm_ups, passes: see ``TrialMaker``; no passes where the rehearsal chooses them.
+        sized: whether the rehearsal measures the noise, and what it would take.
         blocks_at_most: of every case, None for the maximum of its margin.
         slowdown: of the injected control.
         scales: of A/A effects by (workload, metric), from an earlier run on this machine.
@@ -50,7 +53,8 @@ class Setup:
     seed: str
     design: Design
     warm_ups: int = WARM_UPS
-    passes: int = PASSES_PER_TRIAL
+    passes: int | None = PASSES_PER_TRIAL
+    sized: bool = False
     blocks_at_most: int | None = None
     slowdown: float = SLOWDOWN
     scales: Levels = field(default_factory=dict)
@@ -77,6 +81,24 @@ class Setup:
         """Of the workloads, in order."""
         return tuple(workload.id for workload in self.workloads)
 
+    @property
+    def rehearsed(self) -> tuple[Arm, ...]:
+        """Arms that the rehearsal launches, A and B in turn; of equal arms one launch each."""
+        if not self.sized:
+            return tuple(self.arms(self.roles[0]).values())
+        other = self.b if Role.CANDIDATE in self.roles else self.a
+        return (self.a, other) * (1 if other.spec == self.a.spec else SIZED_LAUNCHES)
+
+    @property
+    def rehearsed_trials(self) -> int:
+        """Of every workload on every launch of the rehearsal."""
+        return SIZED_TRIALS if self.sized else 1
+
+    @property
+    def rehearsed_passes(self) -> int:
+        """Of each of these trials."""
+        return 1 if self.sized or self.passes is None else self.passes
+
     def arms(self, role: Role) -> dict[str, Arm]:
         """The arms of a session by letter."""
         other = {
@@ -91,7 +113,7 @@ def sessions(setup: Setup, levels: Levels, environment: Environment) -> list[Ses
     """The plan of every session.
 
     Args:
-        setup: the options.
+        setup: the options; without passes each trial has one, until they are chosen.
         levels: of the reference arm; a missing metric was not measured on both arms, and gets no
             verdict.
         environment: the machine.
@@ -136,7 +158,7 @@ def _fixed(setup: Setup) -> dict[Role, dict[str, Any]]:
             "design": setup.design,
             "workloads": setup.workloads,
             "warm_ups": setup.warm_ups,
-            "passes": setup.passes,
+            "passes": setup.passes or 1,
         }
         for role, sides in arms.items()
     }
@@ -169,7 +191,7 @@ def scales(found: Sequence[Finding]) -> dict[tuple[str, str], float]:
 
 
 def check_resumed(found: Sequence[Session], setup: Setup) -> None:
-    """Refuse to resume a plan with other options.
+    """Refuse to resume a plan with other options; passes that nobody asked for stay as begun.
 
     Levels, and so margins, stay those of the plan: they were known before its first block.
 
@@ -183,7 +205,7 @@ def check_resumed(found: Sequence[Session], setup: Setup) -> None:
     if setup.blocks_at_most is not None and begun != [setup.blocks_at_most]:
         accepted = f"{', '.join(map(str, begun))}, as begun"
         raise UsageError(rejected("blocks_at_most", setup.blocks_at_most, accepted))
-    fixed = _fixed(setup)
+    fixed = _fixed(replace(setup, passes=setup.passes or found[0].passes))
     for session in found:
         for name, value in fixed[session.role].items():
             if value != getattr(session, name):

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
 from harness.bench.analysis import Finding
+from harness.bench.arms import Arm
 from harness.bench.block_runner import SIDE_BY_SIDE, BlockRunner, Measure
 from harness.bench.console import ConsoleView
 from harness.bench.jsonl import PACKED, append, mend, read
 from harness.bench.measure import TrialSlot
-from harness.bench.plan import Levels, Setup, check_resumed, sessions
-from harness.bench.server_pool import stopped_together
-from harness.bench.session_records import Line, Session
+from harness.bench.plan import Setup, check_resumed, sessions
+from harness.bench.server_pool import stopped_together, wait_together
+from harness.bench.session_records import Line, Session, Trial
+from harness.bench.sizing import PASSES, Rehearsal, RehearsedLaunch, run_size
 from harness.core.argument_types import check_writable
 from harness.core.record import Environment
 from harness.errors import ContractError, UsageError, rejected
+
+ARMS = "AB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,16 +37,17 @@ class BenchRun:
     Args:
         setup: the options.
         out: file of the records; logs of servers go to a folder beside it.
-        measure: makes a trial.
+        measure: makes trials of so many passes.
         environment: facts of the machine.
         console: that shows the progress.
         resume: go on with the plan that ``out`` holds.
-        seconds, side_by_side: see ``BlockRunner``.
+        seconds: that the rehearsal and all blocks may take; see ``BlockRunner``.
+        side_by_side: see ``BlockRunner``.
     """
 
     setup: Setup
     out: Path
-    measure: Measure
+    measure: Callable[[int], Measure]
     environment: Callable[[], Environment]
     console: Console
     resume: bool = False
@@ -55,9 +62,10 @@ class BenchRun:
                 writes to it.
             ContractError: an arm did not even pass its rehearsal.
         """
+        ends = time.monotonic() + self.seconds
         logs = self._folder_of_logs()
         with self._locked(logs):
-            lines = self._begin(logs)
+            lines = self._begin(logs, ends)
             plans = [line for line in lines if isinstance(line, Session)]
             with ConsoleView(plans, self.console) as view:
                 return BlockRunner(
@@ -65,10 +73,10 @@ class BenchRun:
                     arms={role: self.setup.arms(role) for role in self.setup.roles},
                     out=self.out,
                     logs=logs,
-                    measure=self.measure,
+                    measure=self.measure(plans[0].passes),
                     observer=view,
                     lines=lines,
-                    seconds=self.seconds,
+                    seconds=ends - time.monotonic(),
                     side_by_side=self.side_by_side,
                 ).run()
 
@@ -110,7 +118,7 @@ class BenchRun:
         logs.mkdir(exist_ok=True)
         return logs
 
-    def _begin(self, logs: Path) -> list[Line]:
+    def _begin(self, logs: Path, ends: float) -> list[Line]:
         if self.out.exists():
             mend(self.out)
             lines = list(read(self.out))
@@ -118,31 +126,61 @@ class BenchRun:
                 check_resumed(plans, self.setup)
                 return lines
         self.console.print("rehearsal of both arms: caches are filled, levels are measured")
-        planned = sessions(self.setup, self._rehearse(logs), self.environment())
+        rehearsal = self._rehearse(logs)
+        planned = sessions(self.setup, rehearsal.levels, self.environment())
+        if self.setup.sized:
+            choices = (self.setup.passes,) if self.setup.passes else PASSES
+            sized = run_size(planned, rehearsal, choices)
+            for line in sized.told(ends - time.monotonic()):
+                self.console.print(line, markup=False, highlight=False)
+            planned = [replace(session, passes=sized.passes) for session in planned]
         for session in planned:
             append(self.out, session)
         return list(planned)
 
-    def _rehearse(self, logs: Path) -> Levels:
-        """Levels of arm A, of the metrics that both arms have; caches on disk are warm afterwards.
+    def _rehearse(self, logs: Path) -> Rehearsal:
+        """Trials of every arm, on as many servers at once as blocks have; caches on disk are warm.
 
         Raises:
             ContractError: a trial of it was invalid.
         """
-        levels: dict[str, dict[tuple[str, str], float]] = {"A": {}, "B": {}}
-        arms = self.setup.arms(self.setup.roles[0])
+        numbered = list(enumerate(self.setup.rehearsed))
+        at_once = max(len(ARMS), self.side_by_side)
+        waves = [numbered[n : n + at_once] for n in range(0, len(numbered), at_once)]
+        measured = [self._rehearse_together(wave, logs) for wave in waves]
+        return Rehearsal(
+            launches=[launch for launches, _ in measured for launch in launches],
+            launch_s=min(seconds for _, seconds in measured),  # the first ones fill caches
+        )
+
+    def _rehearse_together(
+        self, numbered: Sequence[tuple[int, Arm]], logs: Path
+    ) -> tuple[list[RehearsedLaunch], float]:
+        """Launches side by side, measured in turns; and the seconds of a start."""
+        measure, began = self.measure(self.setup.rehearsed_passes), time.monotonic()
         with stopped_together() as started:
-            ready = []
-            for letter, arm in arms.items():
-                server = arm.start(logs / f"rehearsal-{letter}.log")
+            servers = []
+            for number, arm in numbered:
+                letter = ARMS[number % len(ARMS)]
+                server = arm.start(logs / f"rehearsal-{number}{letter}.log")
                 started[arm.spec].append(server)
-                ready.append((letter, arm, server))
-            for letter, arm, server in ready:
-                slot = TrialSlot(session="rehearsal", block=0, place=0, arm=letter)
-                for workload in self.setup.workloads:
-                    trial = self.measure(slot, arm, server, workload)
-                    if trial.invalid:
-                        why = "; ".join(trial.invalid)
-                        raise ContractError(f"rehearsal of arm {letter}, {workload.id}: {why}")
-                    levels[letter] |= {(workload.id, m): x for m, x in trial.metrics.items()}
-        return {key: x for key, x in levels["A"].items() if key in levels["B"]}
+                slot = TrialSlot(session="rehearsal", block=number, place=0, arm=letter)
+                servers.append((slot, arm, server))
+            wait_together(started)
+            start_s = (time.monotonic() - began) / len(numbered)
+            trials: list[dict[str, list[Trial]]] = [defaultdict(list) for _ in servers]
+            for workload in self.setup.workloads:
+                for place in range(self.setup.rehearsed_trials):
+                    for (slot, arm, server), mine in zip(servers, trials, strict=True):
+                        trial = measure(replace(slot, place=place), arm, server, workload)
+                        mine[workload.id].append(_valid(trial))
+        specs = [arm.spec for _, arm in numbered]
+        launches = [RehearsedLaunch(spec=s, trials=t) for s, t in zip(specs, trials, strict=True)]
+        return launches, start_s
+
+
+def _valid(trial: Trial) -> Trial:
+    if trial.invalid:
+        why = "; ".join(trial.invalid)
+        raise ContractError(f"rehearsal of arm {trial.arm}, {trial.workload}: {why}")
+    return trial

@@ -154,14 +154,18 @@ def test_a_shape_is_asked_workloads_of_real_size(capsys):
     words = ["--a", "sglang:shape=deepseek-v2-lite", "--sessions", "A/A", "--dry-run"]
     assert bench.main(words) == 0
     said = capsys.readouterr().out
-    assert "each on bs1-in128-out193, bs8-in1024-out97: thue_morse_8, 1 passes per trial" in said
+    assert (
+        "each on bs1-in128-out193, bs8-in1024-out97: thue_morse_8, 1 to 4 passes per trial" in said
+    )
     asked = bench.setup(bench.parser().parse_args(words))
     assert [margin.metric for margin in asked.margins] == ["step_time"]
     assert asked.margins[0].delta1 == 0.01
     given = bench.setup(bench.parser().parse_args([*words, "--design", "pairs", "--passes", "4"]))
-    assert (given.design, given.passes) == (Design.PAIRS, 4)
+    assert (asked.sized, asked.passes) == (True, None)
+    assert (given.design, given.sized, given.passes) == (Design.PAIRS, True, 4)
     toy = bench.setup(bench.parser().parse_args(["--a", "embedded:", "--sessions", "A/A"]))
     assert (toy.design, toy.passes, toy.margins) == (Design.QUADS, 3, MARGIN_ROWS)
+    assert not toy.sized
 
 
 @pytest.mark.parametrize(("given", "captured"), [("", "8"), (",max_running_requests=4", "4")])

@@ -6,7 +6,8 @@ import math
 import pytest
 from rich.console import Console
 
-from harness.bench.console import ConsoleView, percent
+from harness.bench.console import ConsoleView
+from harness.bench.wording import percent
 from suites.selfcheck.bench.test_bench_analysis import judged, records
 
 

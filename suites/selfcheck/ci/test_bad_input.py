@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ci import gate, report
-from fixtures import bench
+from fixtures import bench, resolution
 from fixtures.fakes.sample_records import trial
 from harness import __main__ as cli
 from harness.bench import __main__ as compare
@@ -25,6 +25,7 @@ MAINS: dict[str, Callable[[Sequence[str]], int]] = {
     "specgate serve": serve.main,
     "specgate bench": bench.main,
     "specgate compare": compare.main,
+    "specgate resolution": resolution.main,
     "specgate limits": limits.main,
     "specgate report": report.main,
     "python -m ci.gate": gate.main,
@@ -94,6 +95,11 @@ ROWS = [
     ("specgate limits", "--device cpu --out {tmp}/a/b.md", "that can be written (No such file"),
     ("specgate report", "{tmp}/none", "records = '{tmp}/none' is not accepted; accepted: an exist"),
     ("specgate report", "{junk}", "records = '{junk}' is not accepted; accepted: JSON lines"),
+    ("specgate resolution", "", "the following arguments are required: [HOST=]RECORDS"),
+    ("specgate resolution", "{tmp}/none", "bench records = '{tmp}/none' is not accepted"),
+    ("specgate resolution", "{bench}", "{bench}:1: kind = "),
+    ("specgate resolution", "=b.jsonl", "records = '=b.jsonl' is not accepted; accepted: HOST="),
+    ("specgate resolution", "b --effects 0,2", "'0,2' is not accepted; accepted: numbers between"),
     ("specgate report", "{bench}", "{bench}:1: record format = 2 is not accepted; accepted: 1"),
     ("specgate report", "{empty}", "records = '{empty}' is not accepted; accepted: one or more"),
     ("specgate report", "{one} --out {tmp}/a/b.html", "--out = '{tmp}/a/b.html' is not accepted"),

@@ -1,0 +1,281 @@
+"""Passes and blocks that an effect takes, from the noise that a rehearsal measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import NormalDist, median
+
+import numpy as np
+
+from harness.bench.plan import Levels
+from harness.bench.session_records import CasePlan, Session, Trial
+from harness.bench.stats.design import Design
+from harness.bench.stats.e_process import Array
+from harness.bench.stats.estimates import POWER, REGRESSED, centre, detectable
+from harness.bench.stats.stopping import Thresholds, decide, paths
+from harness.bench.wording import size
+from harness.errors import UsageError, rejected
+
+METRIC = "step_time"
+PASSES = (1, 2, 4)
+"""Per trial, to choose from."""
+MOST_BLOCKS = 100
+"""More are not counted."""
+SIMULATED = 500
+"""Sessions of normal noise, from which the blocks are counted."""
+SHAMOS = 1.0483
+"""Standard deviation of normal noise over the median of the differences of all pairs."""
+HODGES_LEHMANN = math.pi / 3
+"""Variance of the Hodges-Lehmann estimate of normal noise, in units of the mean's."""
+QUANTILES = np.array([NormalDist().inv_cdf((n + 0.5) / 400) for n in range(400)])
+"""Of normal noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchNoise:
+    """Noise of log step times.
+
+    Args:
+        within: standard deviation of the passes of a launch.
+        between: that of launches, besides what their passes contribute.
+    """
+
+    within: float
+    between: float
+
+    def of_effect(self, design: Design, passes: int) -> float:
+        """Standard deviation of a block's effect, with so many passes per trial."""
+        trials, launches = len(design.orders[0]) / 2, design.launches / 2
+        # A trial is the median of its passes.
+        trial = self.within**2 * math.pi / 2 / (passes + math.pi / 2 - 1)
+        return math.sqrt(2 * (self.between**2 / launches + HODGES_LEHMANN * trial / trials))
+
+
+def launch_noise(arms: Sequence[Array]) -> LaunchNoise:
+    """The noise of recorded launches.
+
+    Args:
+        arms: log step times of each arm, [launches, trials]; arms may differ.
+
+    Raises:
+        UsageError: no arm has two launches, or no launch two trials.
+    """
+    if max(arm.shape[0] for arm in arms) < 2 or max(arm.shape[1] for arm in arms) < 2:
+        shapes = [arm.shape for arm in arms]
+        raise UsageError(rejected("launches, trials", shapes, "two launches of an arm, two trials"))
+    within = _spread([launch for arm in arms for launch in arm])
+    seen = _spread([centre(arm) for arm in arms])
+    contributed = HODGES_LEHMANN * within**2 / min(arm.shape[1] for arm in arms)
+    return LaunchNoise(within=within, between=math.sqrt(max(0.0, seen**2 - contributed)))
+
+
+def _spread(groups: Sequence[Array]) -> float:
+    """Standard deviation within groups, which differences of pairs tell without their centres."""
+    pairs = [np.triu_indices(len(group), 1) for group in groups]
+    apart = [np.abs(group[i] - group[j]) for group, (i, j) in zip(groups, pairs, strict=True)]
+    return SHAMOS * float(np.median(np.concatenate(apart)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RehearsedLaunch:
+    """A server of the rehearsal: its arm, and its trials of every workload in order."""
+
+    spec: str
+    trials: Mapping[str, Sequence[Trial]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """What a rehearsal measured.
+
+    Args:
+        launches: in the order of their starts, the first of arm A.
+        launch_s: of a server, in seconds, beside the others of a block.
+    """
+
+    launches: Sequence[RehearsedLaunch]
+    launch_s: float
+
+    @property
+    def levels(self) -> Levels:
+        """Medians of arm A, of the metrics that every trial has."""
+        alike = [one.trials for one in self.launches if one.spec == self.launches[0].spec]
+        return {
+            (workload, metric): median(t.metrics[metric] for row in alike for t in row[workload])
+            for workload, trials in alike[0].items()
+            for metric in trials[0].metrics
+            if all(metric in t.metrics for one in self.launches for t in one.trials[workload])
+        }
+
+    def noise(self, workload: str) -> LaunchNoise:
+        """Of a workload's step time.
+
+        Raises:
+            UsageError: too little was measured to tell.
+        """
+        logs: dict[str, list[list[float]]] = {}
+        for one in self.launches:
+            row = [math.log(trial.metrics[METRIC]) for trial in one.trials[workload]]
+            logs.setdefault(one.spec, []).append(row)
+        return launch_noise([np.array(rows) for rows in logs.values()])
+
+    def seconds(self, workload: str, design: Design, passes: int) -> float:
+        """Of a workload's part of a block: warm-ups, then its trials."""
+        rows = [[trial.seconds for trial in one.trials[workload]] for one in self.launches]
+        # The first trial of a launch has the warm-up in it.
+        trial = median(seconds for row in rows for seconds in row[1:])
+        warm_up = max(0.0, median(row[0] for row in rows) - trial)
+        return design.launches * warm_up + len(design.orders[0]) * passes * trial
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseSize:
+    """What a case takes.
+
+    Args:
+        case: its plan.
+        noise: that was measured.
+        effect_sd: standard deviation of a block's effect.
+        blocks: that find ``delta1`` in 9 sessions of 10; None for more than ``MOST_BLOCKS``.
+        seconds: of a block's trials.
+        thresholds: of its session.
+    """
+
+    case: CasePlan
+    noise: LaunchNoise
+    effect_sd: float
+    blocks: int | None
+    seconds: float
+    thresholds: Thresholds
+
+    @property
+    def suffices(self) -> bool:
+        """Whether the plan allows so many."""
+        return self.blocks is not None and self.blocks <= self.case.bounds.n_max
+
+    @property
+    def measured(self) -> int:
+        """Blocks that are measured at most, as far as the noise is known."""
+        return self.blocks if self.suffices and self.blocks else self.case.bounds.n_max
+
+    @cached_property
+    def seen(self) -> float:
+        """Effect that the allowed blocks find in 9 sessions of 10, log units."""
+        return detectable((self.effect_sd * QUANTILES).tolist(), self.case.bounds, self.thresholds)
+
+    @property
+    def told(self) -> str:
+        """One line: the noise, and what it takes or what would be seen."""
+        needed = size(self.case.bounds.delta1)
+        within, between = size(self.noise.within, 2), size(self.noise.between, 2)
+        if self.suffices:
+            found = f"{self.blocks} blocks find {needed}"
+        else:
+            more = self.blocks or f"more than {MOST_BLOCKS}"
+            seen = size(self.seen)
+            found = f"cannot: {self.measured} blocks would find {seen}, {needed} needs {more}"
+        return f"{self.case.workload}: within {within}, between {between}: {found}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSize:
+    """Passes per trial, and what the run then takes.
+
+    Args:
+        passes: chosen, or those asked for.
+        cases: of one session, by workload.
+        sessions: how many there are.
+        start_s: of a block's servers.
+    """
+
+    passes: int
+    cases: Sequence[CaseSize]
+    sessions: int
+    start_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Of all sessions, as if each took as long as one that finds ``delta1``."""
+        starts = max(one.measured for one in self.cases) * self.start_s
+        return self.sessions * (starts + sum(one.measured * one.seconds for one in self.cases))
+
+    @property
+    def cost(self) -> tuple[int, float, float]:
+        """Cases that see too little, what these see, seconds: the least is chosen."""
+        unseen = [one.seen for one in self.cases if not one.suffices]
+        return len(unseen), sum(unseen), self.seconds
+
+    def told(self, left_s: float) -> list[str]:
+        """Lines for a person.
+
+        Args:
+            left_s: seconds that are left; may be infinite.
+        """
+        minutes = f"{self.seconds / 60:.0f} min"
+        fits = f"{minutes} in {self.sessions} sessions"
+        if self.seconds > left_s:
+            each = self.sessions * (self.start_s + sum(one.seconds for one in self.cases))
+            fits = (
+                f"cannot in the {left_s / 60:.0f} min that are left: {max(0, int(left_s / each))} "
+                f"blocks of each session fit, all take {minutes}; --resume goes on"
+            )
+        return [*(one.told for one in self.cases), f"passes per trial {self.passes}: {fits}"]
+
+
+def run_size(
+    sessions: Sequence[Session], rehearsal: Rehearsal, passes: Sequence[int] = PASSES
+) -> RunSize:
+    """The size at which every case sees its ``delta1``, or the most do, in the least time.
+
+    Args:
+        sessions: plans; the first one's cases are asked.
+        rehearsal: of these arms and workloads.
+        passes: to choose from.
+
+    Raises:
+        UsageError: no case is a step time, or the rehearsal has too few launches or trials.
+    """
+    cases = [case for case in sessions[0].cases if case.metric == METRIC]
+    if not cases:
+        names = [case.metric for case in sessions[0].cases]
+        raise UsageError(rejected("measured metrics", names, f"{METRIC} among them"))
+    design, thresholds = sessions[0].design, sessions[0].thresholds
+    noise = {case.workload: rehearsal.noise(case.workload) for case in cases}
+
+    def sized(asked: int) -> RunSize:
+        sds = {name: one.of_effect(design, asked) for name, one in noise.items()}
+        return RunSize(
+            passes=asked,
+            cases=[
+                CaseSize(
+                    case=case,
+                    noise=noise[case.workload],
+                    effect_sd=sds[case.workload],
+                    blocks=blocks_needed(sds[case.workload], case, thresholds),
+                    seconds=rehearsal.seconds(case.workload, design, asked),
+                    thresholds=thresholds,
+                )
+                for case in cases
+            ],
+            sessions=len(sessions),
+            start_s=design.launches * rehearsal.launch_s,
+        )
+
+    return min(map(sized, passes), key=lambda one: one.cost)
+
+
+def blocks_needed(effect_sd: float, case: CasePlan, thresholds: Thresholds) -> int | None:
+    """Blocks after which 9 simulated sessions of 10 show ``delta1``; None of ``MOST_BLOCKS``.
+
+    Their noise is normal, and they are judged as measured ones are.
+    """
+    noise = np.random.default_rng(0).normal(0.0, effect_sd, (SIMULATED, MOST_BLOCKS))
+    codes, used = decide(
+        paths(noise + case.bounds.delta1, case.bounds, case.calibrated), thresholds
+    )
+    after = np.sort(np.where(codes == REGRESSED, used, MOST_BLOCKS + 1))
+    blocks = int(after[math.ceil(POWER * SIMULATED) - 1])
+    return blocks if blocks <= MOST_BLOCKS else None

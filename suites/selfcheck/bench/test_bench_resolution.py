@@ -1,0 +1,213 @@
+"""Recorded launches, drawn again into sessions, say how often an effect is found, and no more."""
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import numpy as np
+import pytest
+
+from fixtures import resolution
+from fixtures.fakes.synthetic_bench import session
+from fixtures.tables.margins import REAL_SIZE_ROWS
+from harness.bench.jsonl import append
+from harness.bench.recorded_launches import recorded_launches
+from harness.bench.resolution import Asked, block_effects, draw_launches, shares_found
+from harness.bench.session_records import ArmFacts, CasePlan, Role, Trial, Workload
+from harness.bench.stats.design import Design, draw_order
+from harness.bench.stats.validity import Conditions
+from harness.errors import UsageError
+from harness.server.launch.sglang_command import DRAWN_WEIGHTS
+
+MARGIN = REAL_SIZE_ROWS[0]
+WORKLOADS = tuple(
+    Workload(id=name, batch_size=1, input_len=8, output_len=8, requests=1)
+    for name in ("one", "two")
+)
+ARM = ArmFacts(name="arm", command=("sglang", *DRAWN_WEIGHTS))
+TRIAL_S, START_S = 5.0, 20.0
+BLOCK_S = START_S + 2 * 8 * TRIAL_S
+MOST = float("inf")
+
+
+def lines(*, between=0.0, within=0.0, blocks=12, level=6.0, seed=1, role=Role.SAME, **changed):
+    """A session of equal arms; trials of a launch also drift by 0.5 % each."""
+    random = np.random.default_rng(seed)
+    cases = tuple(
+        CasePlan(
+            workload=w.id, metric="step_time", bounds=MARGIN.bounds(level, MARGIN.n_max),
+            calibrated=0.01, unit="ms",
+        )
+        for w in WORKLOADS
+    )  # fmt: skip
+    how = {"design": Design.THUE_MORSE_8, "a": ARM, "b": ARM, "passes": 2}
+    plan = replace(session(role, workloads=WORKLOADS), **{"cases": cases} | how | changed)
+    yield plan
+    began = datetime(2026, 11, 20, tzinfo=UTC)
+    for block in range(blocks):
+        clock = began + timedelta(seconds=block * BLOCK_S)
+        for workload in WORKLOADS:
+            launches = dict(zip("AB", random.normal(0.0, between, 2), strict=True))
+            seen = {"A": 0, "B": 0}
+            for place, arm in enumerate(draw_order(plan.seed, block, plan.design)):
+                log = launches[arm] + random.normal(0.0, within) + 0.005 * seen[arm]
+                seen[arm] += 1
+                yield Trial(
+                    session=plan.id, block=block, place=place, arm=arm, workload=workload.id,
+                    metrics={"step_time": level * float(np.exp(log))}, samples=(),
+                    conditions=Conditions(), flush_tries=1, flush_seconds=0.0, invalid=(),
+                    started=clock.isoformat(timespec="seconds"), seconds=TRIAL_S,
+                )  # fmt: skip
+                clock += timedelta(seconds=TRIAL_S)
+
+
+def found(files, effects=(0.0, 0.01, -0.01), seconds=MOST, sessions=60, seed=0):
+    (recorded,) = recorded_launches(files)
+    asked = Asked(
+        effects=effects, design=recorded.plan.design, bounds=recorded.bounds(MARGIN),
+        seconds=seconds, sessions=sessions, replicates=40, seed=seed,
+    )  # fmt: skip
+    return {(one.workload, one.effect): one for one in shares_found(recorded, asked)}
+
+
+def test_without_noise_every_effect_is_found_and_equal_arms_are_never_blamed():
+    shares = found([("host", list(lines()))])
+    for workload in ("one", "two"):
+        for effect, share in ((0.0, 0.0), (0.01, 1.0), (-0.01, 1.0)):
+            one = shares[workload, effect]
+            assert (one.share, one.low, one.high) == (share, share, share)
+            # Both workloads are decided by the same block; a start comes before each.
+            assert one.minutes == pytest.approx(one.blocks * BLOCK_S / 60)
+
+
+def test_launches_that_differ_by_several_percent_hide_one():
+    shares = found([("host", list(lines(between=0.04)))])
+    assert shares["one", 0.01].share < 0.1
+    assert shares["one", 0.01].blocks > 20
+
+
+def test_noise_of_a_known_size_is_seen_as_often_as_it_should_be():
+    # Blocks differ by 0.4 % * sqrt(2) = 0.57 %, and 1 % is 0.8 % above delta0: 1.4 of that.
+    shares = found([("host", list(lines(between=0.004, blocks=40)))], sessions=300)
+    one = shares["one", 0.01]
+    assert one.share > 0.9
+    assert one.low < one.share <= one.high
+    assert 8 < one.blocks < 16
+    assert shares["one", 0.0].share <= 0.02
+
+
+def test_a_session_that_has_no_time_left_finds_nothing():
+    files = [("host", list(lines()))]
+    needed = found(files)["one", 0.01].blocks
+    assert found(files, seconds=needed * BLOCK_S)["one", 0.01].share == 1.0
+    short = found(files, seconds=needed * BLOCK_S - 1.0)["one", 0.01]
+    assert (short.share, short.blocks) == (0.0, needed - 1)
+    assert short.minutes == pytest.approx((needed - 1) * BLOCK_S / 60)
+    none = found(files, seconds=BLOCK_S - 1.0)["one", 0.01]
+    assert (none.share, none.blocks, none.minutes) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("design", [Design.THUE_MORSE_8, Design.QUADS, Design.PAIRS])
+def test_a_launch_keeps_its_trials_in_their_order(design):
+    # Differences of powers of 2 are unique; the drift of a launch cancels only in order.
+    levels = 2.0 ** np.arange(8)
+    logs = levels[:, None] + 0.3 * np.arange(4) ** 2
+    drawn = draw_launches(np.random.default_rng(0), np.arange(8), (5, 6), design)
+    effects = block_effects(logs, drawn, design)
+    first, second = (levels[drawn[:, :, side]] for side in (0, 1))
+    assert effects == pytest.approx((second - first).mean(axis=-1))
+
+
+def test_launches_come_once_until_all_have_come_and_no_arm_meets_itself():
+    random = np.random.default_rng(2)
+    drawn = draw_launches(random, np.arange(9), (50, 6), Design.THUE_MORSE_8)
+    for one in drawn:
+        assert len(np.unique(one[:4])) == 8  # four blocks of two; the ninth waits
+        assert len(np.unique(one[4:])) == 4
+    assert set(np.unique(drawn[:, 0, 0])) == set(range(9)) == set(np.unique(drawn[:, 0, 1]))
+    twice = draw_launches(random, np.array([0, 0, 0, 1, 1, 2, 3, 3]), (50, 20), Design.THUE_MORSE_8)
+    assert twice.shape == (50, 20, 2, 1)
+    assert (twice[:, :, 0] != twice[:, :, 1]).all()
+
+
+def test_two_hosts_are_two_clusters_whose_launches_never_meet():
+    # Their levels differ by half; a block of both would show it.
+    calm, fast = list(lines()), list(lines(level=3.0))
+    apart = found([("calm", calm), ("fast", fast)])
+    assert apart["one", 0.0].share == 0.0
+    assert apart["one", 0.01].share == 1.0
+    loud = list(lines(between=0.05, seed=5))
+    hosts = found([("calm", calm), ("loud", loud)])["one", 0.01]
+    assert 0.45 < hosts.share < 0.6
+    # Of two hosts one is drawn twice in half of all replicates.
+    assert (hosts.low, hosts.high) == (pytest.approx(0.05, abs=0.1), 1.0)
+    one_host = found([("host", calm), ("host", loud)])["one", 0.01]
+    assert one_host.high - one_host.low < hosts.high - hosts.low
+    (recorded,) = recorded_launches([("calm", calm), ("loud", loud)])
+    assert (len(recorded.hosts), recorded.launches(0)) == (2, 48)
+
+
+def test_slowed_launches_and_other_arms_do_not_count():
+    injected = list(lines(role=Role.INJECTED))
+    (recorded,) = recorded_launches([("host", injected)])
+    assert recorded.launches(0) == 12
+    other = list(lines(role=Role.CANDIDATE, b=ArmFacts(name="other")))
+    (recorded,) = recorded_launches([("host", other)], "other")
+    assert (recorded.arm, recorded.launches(1)) == ("other", 12)
+    assert {recorded.hosts["host"].start_s} == {START_S}
+
+
+def invalid(trial):
+    return replace(trial, metrics={}, invalid=("lost",)) if isinstance(trial, Trial) else trial
+
+
+def timeless(trial):
+    return replace(trial, started="") if isinstance(trial, Trial) else trial
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        ([lines(blocks=3)], "launches of one in h = 6 is not accepted; accepted: 8 or more of arm"),
+        ([map(invalid, lines())], "launches of one in h = 0 is not accepted"),
+        ([lines(), lines(passes=1)], "passes of session A/A = 1 is not accepted; accepted: 2, as"),
+        ([lines(), lines(design=Design.THUE_MORSE)], "design of session A/A"),
+        ([[]], "records of h = 'no session' is not accepted"),
+        ([lines(cases=())], "measured metrics = "),
+        ([map(timeless, lines())], "started = '' is not accepted; accepted: a time, ISO 8601"),
+    ],
+)
+def test_what_is_too_little_or_does_not_belong_together_is_refused(files, why):
+    with pytest.raises(UsageError) as refused:
+        recorded_launches([("h", list(one)) for one in files])
+    assert why in str(refused.value)
+
+
+def test_a_longer_design_than_was_recorded_and_an_unknown_arm_are_refused(tmp_path, capsys):
+    path = tmp_path / "bench.jsonl"
+    for line in lines():
+        append(path, line)
+    assert resolution.main([str(path), "--design", "thue_morse"]) == 2
+    assert "accepted: one of at most 4 trials a launch" in capsys.readouterr().err
+    assert resolution.main([str(path), "--arm", "b"]) == 2
+    assert "arm = 'b' is not accepted; accepted: arm" in capsys.readouterr().err
+
+
+def test_the_command_tells_what_it_stands_on_and_repeats_itself(tmp_path, capsys):
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for seed, path in enumerate(paths):
+        for line in lines(between=0.003, seed=seed):
+            append(path, line)
+    words = [f"first={paths[0]}", str(paths[1]), "--sessions", "40", "--replicates", "20"]
+    words += ["--effects", "0,0.01"]
+    said = []
+    for seed in ("1", "1", "2"):
+        assert resolution.main([*words, "--seed", seed]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != said[2]
+    head, *rows = said[0].splitlines()
+    assert "cpu, 2 hosts: 40 sessions drawn of arm, thue_morse_8, passes per trial 2" in head
+    assert "at most 24 blocks and 25 min. Intervals are by host and launch" in head
+    assert "found different in 2 %" in head
+    assert [row.split()[:3] for row in rows[1:]] == [
+        ["one", "48", "equal"], ["one", "48", "+1.0"], ["two", "48", "equal"], ["two", "48", "+1.0"]
+    ]  # fmt: skip

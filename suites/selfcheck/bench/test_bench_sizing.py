@@ -1,0 +1,232 @@
+"""From the noise of a rehearsal follow passes and blocks, or a line that says that none suffice."""
+
+import io
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from fixtures.fakes.synthetic_bench import session
+from fixtures.tables.margins import REAL_SIZE_ROWS
+from harness.bench.arms import parse
+from harness.bench.jsonl import read
+from harness.bench.plan import Setup
+from harness.bench.session import BenchRun
+from harness.bench.session_records import CasePlan, Role, Session, Trial
+from harness.bench.sizing import LaunchNoise, Rehearsal, RehearsedLaunch, launch_noise, run_size
+from harness.bench.stats.design import Design
+from harness.bench.stats.estimates import centre
+from harness.bench.stats.stopping import decide, paths
+from harness.bench.stats.validity import Conditions
+from harness.core.environment import environment
+from harness.errors import UsageError
+from suites.selfcheck.bench.test_bench_block_runner import LARGE, SMALL, Lab
+
+MARGIN = REAL_SIZE_ROWS[0]
+STEP_MS = {"small": 6.0, "large": 11.0}
+START_S, WARM_UP_S, TRIAL_S = 10.0, 3.0, 2.0
+
+
+def recorded(slot, workload, log, seconds=TRIAL_S):
+    return Trial(
+        session="rehearsal", block=slot[0], place=slot[1], arm="A", workload=workload,
+        metrics={"step_time": STEP_MS[workload] * float(np.exp(log))}, samples=(),
+        conditions=Conditions(), flush_tries=1, flush_seconds=0.0, invalid=(), started="",
+        seconds=seconds,
+    )  # fmt: skip
+
+
+def rehearsal(noise, *, launches=40, trials=6, seed=3):
+    """Launches of two arms that differ by 5 %, with the noise of each workload."""
+    random = np.random.default_rng(seed)
+    made = []
+    for number in range(launches):
+        rows = {}
+        for name, (within, between) in noise.items():
+            level = random.normal(0.0, between) + 0.05 * (number % 2)
+            rows[name] = [
+                recorded((number, place), name, level + random.normal(0.0, within),
+                         TRIAL_S + WARM_UP_S * (place == 0))
+                for place in range(trials)
+            ]  # fmt: skip
+        made.append(RehearsedLaunch(spec="AB"[number % 2], trials=rows))
+    return Rehearsal(launches=made, launch_s=START_S)
+
+
+def plan(*workloads, design=Design.THUE_MORSE_8, most=24):
+    cases = tuple(
+        CasePlan(
+            workload=w.id, metric="step_time", bounds=MARGIN.bounds(STEP_MS[w.id], most),
+            calibrated=0.01, unit="ms",
+        )
+        for w in workloads
+    )  # fmt: skip
+    return replace(session(Role.CANDIDATE), design=design, workloads=workloads, cases=cases)
+
+
+def test_the_noise_within_and_between_launches_is_told_apart():
+    measured = rehearsal({"small": (0.004, 0.002), "large": (0.003, 0.0)}, launches=200)
+    small, large = measured.noise("small"), measured.noise("large")
+    assert small.within == pytest.approx(0.004, rel=0.1)
+    assert small.between == pytest.approx(0.002, rel=0.25)
+    assert large.within == pytest.approx(0.003, rel=0.1)
+    # Six passes alone make launches differ by 0.003 / sqrt(6) = 0.0012, which is subtracted.
+    assert large.between < 0.0006
+
+
+def test_a_spike_in_a_launch_and_a_launch_that_is_off_change_little():
+    random = np.random.default_rng(1)
+    logs = random.normal(0.0, 0.004, (40, 6)) + random.normal(0.0, 0.002, (40, 1))
+    logs[::5, 2] += 0.5
+    logs[7] += 0.3
+    found = launch_noise([logs])
+    assert (found.within, found.between) == pytest.approx((0.004, 0.002), rel=0.35)
+
+
+def test_one_launch_of_an_arm_or_one_trial_tell_no_noise():
+    for shape in ((1, 6), (2, 1)):
+        with pytest.raises(UsageError, match="two launches of an arm, two trials"):
+            launch_noise([np.zeros(shape)])
+
+
+@pytest.mark.parametrize(
+    ("design", "passes", "variance"),
+    [
+        # Twice that of an arm's launches and, of the Hodges-Lehmann estimate, of its trials.
+        (Design.THUE_MORSE_8, 1, 2 * (9.0 + 1.0472 * 16.0 / 4)),
+        (Design.QUADS, 1, 2 * (9.0 / 2 + 1.0472 * 16.0 / 2)),
+        # The median of three has 0.449 of the variance of one.
+        (Design.THUE_MORSE, 3, 2 * (9.0 + 1.0472 * 0.449 * 16.0 / 16)),
+    ],
+)
+def test_the_noise_of_a_block_by_hand(design, passes, variance):
+    found = LaunchNoise(within=0.004, between=0.003).of_effect(design, passes)
+    assert found == pytest.approx(1e-3 * variance**0.5, rel=0.01)
+
+
+def sessions_that_find(noise, passes, blocks, case, thresholds, effect, many=600):
+    """Share of sessions, simulated pass by pass, that are REGRESSED."""
+    random = np.random.default_rng(8)
+    levels = random.normal(0.0, noise[1], (many, blocks, 2, 1))
+    each = random.normal(0.0, noise[0], (many, blocks, 2, 4, passes))
+    trials = levels + np.median(each, axis=-1)
+    effects = centre(trials[:, :, 1] - trials[:, :, 0]) + effect
+    codes, _ = decide(paths(effects, case.bounds, case.calibrated), thresholds)
+    return (codes == 3).mean()
+
+
+@pytest.mark.parametrize("noise", [(0.012, 0.003), (0.009, 0.004)])
+def test_the_blocks_that_are_chosen_find_the_effect_in_nine_sessions_of_ten(noise):
+    asked = plan(SMALL, most=60)
+    sized = run_size([asked], rehearsal({"small": noise}, launches=400))
+    (case,) = sized.cases
+    how = (case.case, asked.thresholds, case.case.bounds.delta1)
+    found = sessions_that_find(noise, sized.passes, case.blocks, *how)
+    assert 0.84 < found < 0.97
+    assert sessions_that_find(noise, sized.passes, case.blocks * 2 // 3, *how) < found - 0.1
+
+
+def test_the_least_time_is_chosen_and_told():
+    quiet, loud = {"small": (0.001, 0.001)}, {"small": (0.012, 0.001)}
+    assert run_size([plan(SMALL)], rehearsal(quiet)).passes == 1
+    sized = run_size([plan(SMALL)] * 3, rehearsal(loud))
+    assert sized.passes == 4
+    assert run_size([plan(SMALL)], rehearsal(loud), (2,)).passes == 2
+    # Two starts and two warm-ups, then eight trials of four passes, of every block.
+    (case,) = sized.cases
+    each = 2 * START_S + 2 * WARM_UP_S + 8 * 4 * TRIAL_S
+    assert sized.seconds == pytest.approx(3 * case.blocks * each)
+    line, total = sized.told(float("inf"))
+    assert line.startswith("small: within 1.")
+    assert line.endswith(f"{case.blocks} blocks find 1.0 %")
+    assert total == f"passes per trial 4: {sized.seconds / 60:.0f} min in 3 sessions"
+    _, late = sized.told(2.5 * 3 * each)
+    assert "cannot in the 11 min that are left: 2 blocks of each session fit" in late
+
+
+def test_launches_that_differ_too_much_are_told_to_hide_the_effect():
+    # Passes do not help; a block's effect has 1.4 times the noise of a launch.
+    noise = {"small": (0.002, 0.02), "large": (0.002, 0.001)}
+    sized = run_size([plan(SMALL, LARGE)], rehearsal(noise))
+    small, large = sized.told(float("inf"))[:2]
+    assert small.startswith("small: within 0.18 %, between 2.")
+    assert "cannot: 24 blocks would find" in small
+    assert small.endswith("1.0 % needs more than 100")
+    assert "cannot" not in large
+    assert [one.suffices for one in sized.cases] == [False, True]
+    assert sized.passes == 1
+
+
+def test_a_plan_without_step_times_cannot_be_sized():
+    asked = plan(SMALL)
+    other = replace(asked, cases=(replace(asked.cases[0], metric="ttft"),))
+    with pytest.raises(UsageError, match="step_time among them"):
+        run_size([other], rehearsal({"small": (0.01, 0.01)}))
+
+
+class QuietLab(Lab):
+    """Arms whose passes differ by 3 % and launches by 0.1 %; counts passes."""
+
+    def trials_of(self, passes):
+        def measure(slot, arm, server, workload):
+            assert server in self.up
+            self.most_up = max(self.most_up, len(self.up))
+            self.events.append(("measure", slot, arm.spec, passes))
+            random = np.random.default_rng(len(self.events))
+            log = random.normal(0.0, 0.03 / passes**0.5)
+            made = recorded((slot.block, slot.place), workload.id, log)
+            return replace(made, **vars(slot))
+
+        return measure
+
+    def bench(self, out, *, resume=False, **changed):
+        asked = {
+            "a": parse("url:http://127.0.0.1:9"), "b": parse("url:http://127.0.0.1:8"),
+            "workloads": (SMALL,), "margins": REAL_SIZE_ROWS, "roles": tuple(Role), "seed": "x",
+            "design": Design.THUE_MORSE_8, "passes": None, "sized": True,
+        }  # fmt: skip
+        self.said = io.StringIO()
+        return BenchRun(
+            setup=Setup(**asked | changed), out=out, measure=self.trials_of,
+            environment=environment, console=Console(file=self.said, width=200), resume=resume,
+            side_by_side=2,
+        ).run()  # fmt: skip
+
+
+def test_the_plan_holds_the_passes_that_the_rehearsal_chose_and_a_resumed_run_keeps_them(
+    tmp_path, monkeypatch
+):
+    out, lab = tmp_path / "bench.jsonl", QuietLab(monkeypatch)
+    lab.bench(out, roles=(Role.CANDIDATE,))
+    rehearsed = [event for event in lab.events if event[0] == "measure" and event[3] == 1]
+    assert {(slot.block, slot.place) for _, slot, *_ in rehearsed} == {
+        (launch, place) for launch in range(4) for place in range(6)
+    }
+    assert [event[1] for event in lab.events[:2]] == [
+        parse("url:http://127.0.0.1:9"), parse("url:http://127.0.0.1:8")
+    ]  # fmt: skip
+    assert lab.most_up == 2
+    assert "small: within" in lab.said.getvalue()
+    lines = list(read(out))
+    assert {line.passes for line in lines if isinstance(line, Session)} == {4}
+    assert {event[3] for event in lab.events[-16:] if event[0] == "measure"} == {4}
+    again = QuietLab(monkeypatch)
+    again.bench(out, resume=True, roles=(Role.CANDIDATE,))
+    assert again.events == []
+    with pytest.raises(UsageError, match="passes of session candidate = 2 is not accepted"):
+        again.bench(out, resume=True, roles=(Role.CANDIDATE,), passes=2)
+    assert list(read(out)) == lines
+
+
+def test_passes_that_are_asked_for_are_obeyed_and_equal_arms_are_launched_twice(
+    tmp_path, monkeypatch
+):
+    out, lab = tmp_path / "bench.jsonl", QuietLab(monkeypatch)
+    lab.bench(out, passes=2, roles=(Role.INJECTED, Role.SAME), blocks_at_most=1)
+    assert {line.passes for line in read(out) if isinstance(line, Session)} == {2}
+    kinds = [event[0] for event in lab.events]
+    assert kinds[:14] == ["start"] * 2 + ["measure"] * 12
+    assert kinds[14] == "start"  # of the first block
+    assert {event[1].spec for event in lab.events[:2]} == {"url:http://127.0.0.1:9"}
+    assert "passes per trial 2" in lab.said.getvalue()
