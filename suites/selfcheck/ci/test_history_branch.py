@@ -1,4 +1,4 @@
-"""Nights are kept on a branch of their own, none is lost, and nothing else of the repository moves."""
+"""Nights are kept on a branch of their own, none is lost, and nothing else moves."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_branch_that_cannot_be_written_is_an_error_in_the_end(
 ) -> None:
     monkeypatch.setattr(history_branch, "ATTEMPTS", 2)
     (repository / ".git" / "refs" / "heads" / f"{NAME}.lock").touch()
-    with pytest.raises(UsageError, match="branch nights-h200 was not written: .*lock"):
+    with pytest.raises(UsageError, match=r"branch nights-h200 was not written: .*lock"):
         HistoryBranch(NAME, repository).add("2026-11-23-nvidia-h200", files(ENTRY))
     assert HistoryBranch(NAME, repository).entries() == []
 
