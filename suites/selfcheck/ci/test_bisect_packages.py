@@ -25,10 +25,10 @@ PACKAGES = {
 }
 STEPS = [
     "sglang 0.5.20",
-    "httpx 3 to none",
     "orjson none to 4",
     "transformers 5.12 to 5.19",
     "zlib-ng 1 to 2",
+    "httpx 3 to none",
     "sglang 0.5.20 to 0.5.22",
 ]
 """By hand from ``PACKAGES``: einops did not move."""
@@ -71,9 +71,9 @@ def test_each_environment_moves_one_thing(tmp_path: Path) -> None:
     kept = {"sglang": "0.5.20", "einops": "8"}
     assert [versions(one) for one in made] == [
         kept | {"Zlib_ng": "1", "httpx": "3", "transformers": "5.12"},
-        kept | {"Zlib_ng": "1", "transformers": "5.12"},
-        kept | {"Zlib_ng": "1", "transformers": "5.12", "orjson": "4"},
-        kept | {"Zlib_ng": "1", "transformers": "5.19", "orjson": "4"},
+        kept | {"Zlib_ng": "1", "httpx": "3", "transformers": "5.12", "orjson": "4"},
+        kept | {"Zlib_ng": "1", "httpx": "3", "transformers": "5.19", "orjson": "4"},
+        kept | {"Zlib_ng": "2", "httpx": "3", "transformers": "5.19", "orjson": "4"},
         kept | {"Zlib_ng": "2", "transformers": "5.19", "orjson": "4"},
         {"sglang": "0.5.22", "einops": "8", "Zlib_ng": "2", "transformers": "5.19", "orjson": "4"},
     ]
