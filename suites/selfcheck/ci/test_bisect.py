@@ -144,6 +144,20 @@ def test_an_interrupted_search_goes_on(
     assert runs[0][1][-1].startswith("(decode) and (")
 
 
+def test_another_search_asks_its_own_questions(
+    runs: list[tuple[str, list[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for good in ("0.5.12", "0.5.13"):
+        runs.clear()
+        assert main(["--good", good, "--bad", "0.5.23", "--report", str(tmp_path)]) == 0
+        said = [line for line in capsys.readouterr().out.splitlines() if line[0] != " "]
+        assert said == [
+            "0.5.16: 1 turned, 0.5.14 was good",
+            "0.5.20: 1 turned, 0.5.18 was good",
+        ]
+        assert [release for release, _ in runs][:2] == [good, "0.5.23"]
+
+
 def git(repository: Path, *words: str) -> str:
     who = ["-c", "user.name=t", "-c", "user.email=t@t"]
     done = subprocess.run(

@@ -56,20 +56,19 @@ def unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def versions(one: MixedEnvironment) -> dict[str, str]:
+def versions(one: MixedEnvironment, folder: Path) -> dict[str, str]:
     """What an environment holds, read through its links."""
-    one.link()
-    files = one.folder.glob("*/*/version")
+    files = one.link(folder).glob("*/*/version")
     return {path.parent.name: path.read_text(encoding="utf-8") for path in files}
 
 
 @pytest.mark.usefixtures("unpacked")
 def test_each_environment_moves_one_thing(tmp_path: Path) -> None:
-    made = list(environments(OLD, NEW, tmp_path / "made"))
+    made = list(environments(OLD, NEW))
     assert [one.name for one in made] == STEPS
     assert [one.release for one in made] == [OLD] * 5 + [NEW]
     kept = {"sglang": "0.5.20", "einops": "8"}
-    assert [versions(one) for one in made] == [
+    assert [versions(one, tmp_path / "made") for one in made] == [
         kept | {"Zlib_ng": "1", "httpx": "3", "transformers": "5.12"},
         kept | {"Zlib_ng": "1", "httpx": "3", "transformers": "5.12", "orjson": "4"},
         kept | {"Zlib_ng": "1", "httpx": "3", "transformers": "5.19", "orjson": "4"},
@@ -82,11 +81,10 @@ def test_each_environment_moves_one_thing(tmp_path: Path) -> None:
 def test_a_process_is_told_where_its_environment_is(
     unpacked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, *_, last = environments(OLD, NEW, tmp_path / "made")
-    first.link()
-    last.link()
+    first, *_, last = environments(OLD, NEW)
+    made = {one.name: one.link(tmp_path / one.name) for one in (first, last)}
     for one in (first, last):
-        monkeypatch.setenv(FOLDER, str(one.folder))
+        monkeypatch.setenv(FOLDER, str(made[one.name]))
         assert (packages_of(one.release) / "transformers").is_dir()
         assert not (packages_of(one.release) / "bin").exists()
         assert (source_of(one.release) / "sglang").is_dir()
@@ -110,13 +108,13 @@ class Fake:
 
     def check(self, command: Sequence[str], *, env: dict[str, str], **_: object) -> object:
         assert list(command[1:3]) == ["-m", "fixtures.drivers.imported_release"]
-        place = int(Path(env[FOLDER]).name)
+        place = int(Path(env[FOLDER]).parent.name)
         assert command[3] == (NEW if place == len(STEPS) - 1 else OLD).version
         said = "Traceback …\nImportError: hub>=2 is required\n" if place in self.broken else ""
         return subprocess.CompletedProcess(command, int(bool(said)), "", said)
 
     def run(self, release: Release, folder: Path, args: Sequence[str], *, upstream: Path) -> int:
-        place = int(upstream.name)
+        place = int(upstream.parent.name)
         self.ran.append(place)
         folder.mkdir(parents=True, exist_ok=True)
         records = [
