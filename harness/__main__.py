@@ -51,7 +51,7 @@ HANDED_ON = {
         "fixtures.compare_releases",
         "run the same rows on two releases of sglang, or checkouts, and print what differs",
     ),
-    "bisect": ("fixtures.bisect", "find the release or commit that turned trials red"),
+    "bisect": ("fixtures.bisect", "find the release, package or commit that turned trials red"),
     "findings": ("fixtures.findings", "tell what was found in SGLang's backends, by release"),
     "minimise": ("fixtures.minimise", "find the smallest case that is red for the same cause"),
     "mutants": ("fixtures.mutants", "plant the mutants of the tables, see which test notices"),

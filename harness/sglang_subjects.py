@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from harness.sglang.backend import (
 )
 from harness.sglang.context import INTERPRETED, XQA
 from harness.sglang.process import activate
-from harness.sglang.releases import RELEASES, Release
+from harness.sglang.releases import FOLDER, RELEASES, Release
 from harness.subjects import ALL_MODES, REFERENCE, Subject
 
 
@@ -86,7 +87,9 @@ class SGLangSubject(Subject):
         """See ``Subject``."""
         others = "" if self.classes.is_trtllm else " --all-backends"
         source = f" --source {self.source}" if self.source else ""
-        return f"specgate upstream {self.release.version}{others}{source} -k '{trial}'"
+        unpacked = os.environ.get(FOLDER)
+        where = f"{FOLDER}={unpacked} " if unpacked else ""
+        return f"{where}specgate upstream {self.release.version}{others}{source} -k '{trial}'"
 
     def environment(self, device: torch.device | str) -> Environment:
         """See ``Subject``; a checkout has the release that it is closest to, and its folder."""

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ci.bench import outputs
+from ci.bench import history, outputs
 from harness.core.argument_types import CommandLine
 from harness.errors import UsageError
 
@@ -29,9 +29,9 @@ def main(argv: Sequence[str]) -> int:
         help="series of earlier runs to add to (default: DIR/history.jsonl)",
     )
     options = parser.parse_args(argv)
-    history = options.history or options.out / "history.jsonl"
+    past = options.history or options.out / history.FILE
     try:
-        written = outputs.write(options.bench, options.out, history)
+        written = outputs.write(options.bench, options.out, past)
     except UsageError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2

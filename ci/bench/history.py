@@ -21,6 +21,7 @@ from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.wording import percent
 from harness.errors import UsageError
 
+FILE = "history.jsonl"
 ALARM = 365.0
 """Threshold of the e-detector: one false alarm in so many nights at most (Shin et al., 2022)."""
 
@@ -111,26 +112,42 @@ def read(path: Path) -> list[Entry]:
     Raises:
         UsageError: a line is not an entry; the message names it.
     """
-    if not path.exists():
-        return []
+    return parsed(path.read_text(encoding="utf-8"), str(path)) if path.exists() else []
+
+
+def parsed(text: str, where: str) -> list[Entry]:
+    """Entries of a text in its order.
+
+    Args:
+        text: one a line.
+        where: it was found, for the message.
+
+    Raises:
+        UsageError: a line is not an entry; the message names it.
+    """
     entries = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         try:
             entries.append(validated(ENTRY, line))
         except UsageError as error:
-            raise UsageError(f"{path}:{number}: {error}") from error
+            raise UsageError(f"{where}:{number}: {error}") from error
     return entries
 
 
 def append(path: Path, entries: Iterable[Entry]) -> list[Entry]:
     """The whole history with these nights; those that it did not have are written."""
     known = read(path)
-    seen = {(entry.night, entry.sku, entry.case) for entry in known}
-    new = [entry for entry in entries if (entry.night, entry.sku, entry.case) not in seen]
+    new = lacking(entries, known)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.writelines(entry.to_json() + "\n" for entry in new)
     return known + new
+
+
+def lacking(entries: Iterable[Entry], known: Iterable[Entry]) -> list[Entry]:
+    """Entries of nights, machines and cases that the known ones do not have."""
+    seen = {(entry.night, entry.sku, entry.case) for entry in known}
+    return [entry for entry in entries if (entry.night, entry.sku, entry.case) not in seen]
 
 
 def all_series(entries: Iterable[Entry]) -> dict[tuple[str, str], Series]:

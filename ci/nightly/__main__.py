@@ -8,12 +8,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from ci.bench import history
 from ci.nightly import checks, machine, nightly_run, stages, trials
+from ci.nightly.history_branch import HistoryBranch, night_of
 from ci.nightly.show import show, unverified_lines
 from harness.core.argument_types import CommandLine
 from harness.errors import UsageError, rejected
@@ -30,12 +33,15 @@ def parser(config: NightlyConfig) -> argparse.ArgumentParser:
     made.add_argument(
         "--report", type=Path, default=REPORT, metavar="DIR", help="folder of the reports"
     )
-    made.add_argument(
+    past = made.add_mutually_exclusive_group()
+    past.add_argument(
         "--history",
         type=Path,
         metavar="FILE",
         help="series of earlier runs to add to (default: DIR/history.jsonl)",
     )
+    branch = "branch of nights in this repository to read and append to; pushing it is up to you"
+    past.add_argument("--history-branch", type=HistoryBranch, metavar="NAME", help=branch)
     bench = config["bench"]
     made.add_argument(
         "--reference", default=bench["reference"], metavar="PIN", help="package of arm A"
@@ -67,6 +73,9 @@ def nightly(config: NightlyConfig, options: argparse.Namespace, bench: Sequence[
     if options.gpu and not options.dry_run:
         raise UsageError(rejected("--gpu", options.gpu, "nothing: a real run asks the driver"))
     here = machine.detect(config, options.gpu).serving(options.attention_backend)
+    branch: HistoryBranch | None = options.history_branch
+    tonight = night_of(datetime.now(UTC).date().isoformat(), (*here.gpus, here.row["name"])[0])
+    kept = [branch.description(tonight)] if branch else []
     arms = stages.arms_of({"reference": options.reference, "candidate": options.candidate})
     night = stages.plan(here, config, options.report, arms, bench)
     planned = trials.planned(here.sm)
@@ -85,12 +94,14 @@ def nightly(config: NightlyConfig, options: argparse.Namespace, bench: Sequence[
     left = left_over(config, here, options.report, night, codes)
     recorded = nightly_run.records(options.report) if codes else []
     told = [*nightly_run.lines(codes, recorded), *unpinned, *left]
-    print(*told, sep="\n")
+    print(*told, *(kept if options.dry_run else ()), sep="\n")
     if wrong or options.dry_run:
         return 1 if wrong else 0
-    green = nightly_run.publish(
-        options.report, options.history or options.report / "history.jsonl", told
-    )
+    if branch:
+        green = nightly_run.publish_on(branch, tonight, options.report, told)
+    else:
+        past = options.history or options.report / history.FILE
+        green = nightly_run.publish(options.report, past, told)
     return 0 if green and not any(codes.values()) else 1
 
 

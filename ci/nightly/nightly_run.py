@@ -7,7 +7,8 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ci.bench import latency_table, outputs
+from ci.bench import history, latency_table, outputs
+from ci.nightly.history_branch import HistoryBranch, compact
 from ci.nightly.stages import BENCH, Stage
 from ci.summary import census
 from harness.core.paths import ROOT
@@ -58,19 +59,45 @@ def records(folder: Path) -> list[Record]:
     return list(read_records(path)) if path.is_file() else []
 
 
-def publish(folder: Path, history: Path, notes: Iterable[str]) -> bool:
+def publish(folder: Path, past: Path, notes: Iterable[str]) -> bool:
     """Write the outputs of the benchmark, and the summary where GitHub shows it.
+
+    Args:
+        folder: of the reports.
+        past: file of the history.
+        notes: further lines of the summary.
 
     Returns:
         Whether there was a benchmark and it is not red.
     """
     bench, told = folder / BENCH, list(notes)
     if bench.is_file():
-        written = outputs.write(bench, folder, history, notes=told)
+        written = outputs.write(bench, folder, past, notes=told)
         green, text = not written.is_red, written.summary
     else:
         green, text = False, "\n\n".join(["## specgate: no benchmark", *told]) + "\n"
+        (folder / outputs.SUMMARY).write_text(text, encoding="utf-8")
     if os.environ.get(SUMMARY):
         with Path(os.environ[SUMMARY]).open("a", encoding="utf-8") as file:
             file.write(text)
+    return green
+
+
+def publish_on(branch: HistoryBranch, night: str, folder: Path, notes: Iterable[str]) -> bool:
+    """As ``publish``, with the history of a branch, which then gets this night.
+
+    Args:
+        branch: of nights; what a history in the folder has beyond it is added, too.
+        night: its folder there.
+        folder: of the reports.
+        notes: further lines of the summary.
+
+    Raises:
+        UsageError: the branch cannot be read or written.
+    """
+    past, known = folder / history.FILE, branch.entries()
+    history.append(past, known)
+    green = publish(folder, past, notes)
+    kept = branch.add(night, compact(folder, history.lacking(history.read(past), known)))
+    print(f"history: {kept} is on branch {branch.name}")
     return green

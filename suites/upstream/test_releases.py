@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fixtures.drivers.cuda_trials import cuda_trial, keeps_device
+from fixtures.drivers.imported_release import import_release
 from fixtures.drivers.release_effects import count_effects
 from fixtures.plan import effect_trials, upstream_trials
 from fixtures.tables.findings import EFFECTS, FINDINGS, find_finding
@@ -18,7 +19,6 @@ from harness.differential.isolated import TrialProcess
 from harness.differential.trial import explanation, untried
 from harness.plugin_subjects import PREFIX, plugin_subjects
 from harness.sglang.flashinfer_source import hold_to
-from harness.sglang.process import activate
 from harness.sglang.releases import find_release
 from harness.sglang_subjects import SGLangSubject, sglang_subjects
 
@@ -59,9 +59,7 @@ def released(request: pytest.FixtureRequest) -> None:
     flashinfer = request.config.getoption("--flashinfer")
     if flashinfer is not None:
         hold_to(flashinfer)
-    activate(release, source)
-    for subject in sglang_subjects(release, source) + plugin_subjects(release, source):
-        subject.classes.load()
+    import_release(release, source)
 
 
 @pytest.fixture(scope="session")

@@ -59,7 +59,7 @@ def test_neighbours_are_not_asked() -> None:
     assert list(search(frozenset({"t"}), 0, 1, ask)) == [Turned(0, 1, frozenset({"t"}))]
 
 
-def record(case: str, release: str, *, is_bad: bool) -> Record:
+def record(case: str, release: str, *, is_bad: bool, planned: int) -> Record:
     return Record(
         case=case,
         subject=f"sglang-{release}/trtllm_mha/xqa",
@@ -69,7 +69,7 @@ def record(case: str, release: str, *, is_bad: bool) -> Record:
         device="cpu",
         verdict=Verdict.WRONG_NUMBERS if is_bad else Verdict.PASSED,
         environment=CLEAN,
-        planned=len(PLANTED),
+        planned=planned,
         message="hidden_states: 3 of 4 rows wrong" if is_bad else "",
         reproduce="specgate upstream",
     )
@@ -93,7 +93,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
         cases = [case for case in PLANTED if case in words or words.strip("()") in case]
         path = folder / "records.jsonl"
         path.unlink(missing_ok=True)
-        write_records(path, [record(c, str(place), is_bad=place >= PLANTED[c]) for c in cases])
+        bad = {case: place >= PLANTED[case] for case in cases}
+        planned = len(cases)
+        write_records(path, [record(c, str(place), is_bad=bad[c], planned=planned) for c in cases])
         return 1
 
     monkeypatch.setattr(Side, "run", run)
@@ -140,6 +142,20 @@ def test_an_interrupted_search_goes_on(
     assert main(words) == 0
     assert "0.5.12" not in {release for release, _ in runs}
     assert runs[0][1][-1].startswith("(decode) and (")
+
+
+def test_another_search_asks_its_own_questions(
+    runs: list[tuple[str, list[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for good in ("0.5.12", "0.5.13"):
+        runs.clear()
+        assert main(["--good", good, "--bad", "0.5.23", "--report", str(tmp_path)]) == 0
+        said = [line for line in capsys.readouterr().out.splitlines() if line[0] != " "]
+        assert said == [
+            "0.5.16: 1 turned, 0.5.14 was good",
+            "0.5.20: 1 turned, 0.5.18 was good",
+        ]
+        assert [release for release, _ in runs][:2] == [good, "0.5.23"]
 
 
 def git(repository: Path, *words: str) -> str:

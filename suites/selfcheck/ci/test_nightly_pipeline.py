@@ -1,4 +1,4 @@
-"""The pipeline is one that GitHub understands, and calls tox and nothing else."""
+"""The pipeline is one that GitHub understands, and calls tox, and git for the history of nights."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from harness.core.paths import ROOT
 
 PIPELINE = yaml.safe_load((ROOT / "ci" / "pipeline.yml").read_text(encoding="utf-8"))
 STEPS = [step for job in PIPELINE["jobs"].values() for step in job["steps"]]
+BRANCH = "nights-${{ matrix.gpu }}"
 
 
 def test_pipeline_has_what_github_needs() -> None:
@@ -25,18 +26,38 @@ def test_pipeline_has_what_github_needs() -> None:
     assert all("@v" in step["uses"] for step in STEPS if "uses" in step)
 
 
-def test_pipeline_calls_tox_and_nothing_else() -> None:
+def test_pipeline_calls_tox_and_git_for_the_history_alone() -> None:
     tox = configparser.ConfigParser(interpolation=None)
     tox.read(ROOT / "tox.ini")
     lanes = PIPELINE["jobs"]["check"]["strategy"]["matrix"]["lane"]
     commands = [step["run"] for step in STEPS if "run" in step]
+    assert [c.split()[:3] for c in commands if c.startswith("git ")] == [
+        ["git", "fetch", "origin"],
+        ["git", "push", "origin"],
+    ]
+    commands = [c.replace(BRANCH, "BRANCH") for c in commands if not c.startswith("git ")]
     ran = [shlex.split(c.replace("${{ matrix.lane }}", lane)) for c in commands for lane in lanes]
     assert {words[0] for words in ran} == {"$TOX"}
     assert {words[1] for words in ran} == {"-e"}
     assert all(f"testenv:{words[2]}" in tox for words in ran)
-    assert {tuple(words[3:]) for words in ran} == {(), ("--", "--dry-run")}
+    assert {tuple(words[3:]) for words in ran} == {
+        (),
+        ("--", "--dry-run"),
+        ("--", "--history-branch", "BRANCH"),
+    }
     pins = dict(checks.pinned("constraints.txt"))
     assert PIPELINE["env"]["TOX"] == f"pipx run tox=={pins['tox']} run"
+
+
+def test_a_night_fetches_its_branch_before_and_pushes_it_after_even_a_red_one() -> None:
+    job = PIPELINE["jobs"]["nightly"]
+    assert job["permissions"] == {"contents": "write"}
+    fetch, night, push = [step for step in job["steps"] if "run" in step]
+    source, _, target = shlex.split(fetch["run"])[3].partition(":")
+    assert source == target == "refs/heads/nights-*"
+    assert night["run"].endswith(f" --history-branch {BRANCH}")
+    assert push["run"].endswith(f" refs/heads/{BRANCH}")
+    assert push["if"] == "always()"
 
 
 def test_a_matrix_without_values_is_never_asked_for() -> None:
