@@ -135,11 +135,19 @@ def follow(
     best = rows.max(-1)
     given = rows.gather(-1, torch.tensor(text)[:, None])[:, 0]
     shortfalls = (best.values - given) / rows.square().mean(-1).sqrt()
+    states, drafted = draft.forward(torch.tensor(tokens[1:]), hidden)
+    firsts = drafted.argmax(-1).tolist()  # of every round that could begin: the draft is causal
     accept_lengths, known = [], len(prompt) + 1
     while known < len(tokens):
-        proposed, _ = _propose(draft, tokens[:known], hidden[: known - 1], num_steps)
-        rest = tokens[known:]
-        matches = _matches(proposed[: min(num_draft_tokens, len(rest)) - 1], rest)
+        most = min(num_steps, num_draft_tokens - 1, len(tokens) - known - 1)
+        proposed, read, matches = firsts[known - 2], hidden[: known - 1], 0
+        state = states[known - 2 : known - 1]
+        while matches < most and proposed == tokens[known + matches]:
+            matches += 1
+            if matches < most:
+                read = torch.cat((read, state))
+                out, logits = draft.forward(torch.tensor(tokens[1 : known + matches]), read)
+                proposed, state = int(logits[-1].argmax()), out[-1:]
         accept_lengths.append(matches + 1)
         known += matches + 1
     return FollowedText(

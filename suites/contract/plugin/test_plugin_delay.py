@@ -19,7 +19,7 @@ from harness.upstream.forward_batch_info import ForwardMode
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 HIDDEN = torch.zeros(2, 3)
 # What hands on a forward's end without its batch knows no spec_info.
-WITHOUT = object()
+WITHOUT = "no spec_info"
 
 
 @pytest.fixture
