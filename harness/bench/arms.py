@@ -35,6 +35,7 @@ SGLANG = (
     "context_length",
     "max_total_tokens",
     "accept_length",
+    "tp_size",
 )
 COMMON = ("pair", "python", "slowdown", "name")
 KINDS: dict[str, tuple[str, ...]] = {
@@ -59,6 +60,7 @@ MEANINGS = {
     "draft": "folder of its draft, or none",
     "shape": "widths of a real model, with weights that are drawn",
     "max_total_tokens": "size of the KV pool",
+    "tp_size": "GPUs that share a server",
     "accept_length": "simulated tokens of every verify; 3 for a shape",
     "args": "further flags of sglang.launch_server, separated by spaces",
     "phases": "on: the GPU's time is told apart by phases of a step",

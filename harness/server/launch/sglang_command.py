@@ -30,6 +30,7 @@ def sglang(
     context_length: int = 2048,
     max_total_tokens: int = MAX_TOTAL_TOKENS,
     accept_length: int | None = None,
+    tp_size: int = 1,
     gpu_delay: bool = False,
     phases: bool = False,
     python: str = sys.executable,
@@ -47,6 +48,7 @@ def sglang(
         context_length: most tokens per request.
         max_total_tokens: of the KV pool.
         accept_length: tokens that every verify accepts whatever was drafted; None simulates none.
+        tp_size: GPUs that share it.
         gpu_delay: whether ``/slow_down`` delays the GPU, where our plugin is installed.
         phases: whether our plugin, installed beside it, times the phases of its steps.
         python: an interpreter; two wheels are two environments.
@@ -68,6 +70,8 @@ def sglang(
             "speculative_eagle_topk": 1,
             "speculative_num_draft_tokens": num_draft_tokens,
         }
+    if tp_size > 1:
+        spec["tp_size"] = tp_size
     words = flags(
         model_path=target,
         attention_backend=attention_backend,

@@ -42,6 +42,16 @@ def test_widths_add_up_to_the_published_size(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=lambda shape: shape.name)
+def test_weights_of_two_servers_leave_a_fifth_of_their_gpus(shape: Shape) -> None:
+    target, draft = (shape.configuration(draft=is_draft) for is_draft in (False, True))
+    served = range(target["num_hidden_layers"])
+    layers = sum(attention(target) + feed_forward(target, i) for i in served)
+    layers += attention(draft) + feed_forward(draft, 0)
+    of_each = 2 * (layers + 2 * target["vocab_size"] * target["hidden_size"])
+    assert 2 * of_each < 0.8 * shape.gpus * 141e9
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=lambda shape: shape.name)
 def test_a_draft_is_one_layer_of_its_targets_widths(shape: Shape, tmp_path: Path) -> None:
     folder = write(shape, tmp_path)
     target, draft = (

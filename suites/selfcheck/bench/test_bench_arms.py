@@ -1,5 +1,6 @@
 """Every arm is one word, and every mistake in one is named."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,22 @@ def test_a_shape_captures_no_larger_batch_than_it_is_asked(given, captured):
             assert command[command.index(flag) + 1] == captured
         # A server is started in the repository, wherever the benchmark is.
         assert Path(command[command.index("--model-path") + 1]).is_absolute()
+
+
+@pytest.mark.parametrize(
+    ("spec", "gpus"),
+    [
+        ("sglang:shape=kimi-k2-4-layers", "4"),
+        ("sglang:shape=kimi-k2-4-layers,tp_size=8", "8"),
+        ("sglang:pair=gqa,tp_size=2", "2"),
+        ("sglang:shape=llama-3.1-8b", None),
+    ],
+)
+def test_a_server_is_shared_by_the_gpus_of_its_shape_unless_said(spec, gpus):
+    asked = bench.setup(bench.parser().parse_args(["--a", spec, "--sessions", "A/A"]))
+    command = asked.a._launch().argv
+    told = dict(pairwise(command))
+    assert told.get("--tp-size") == gpus
 
 
 @pytest.mark.parametrize("row", REAL_SIZE_ROWS, ids=lambda row: row.id)
