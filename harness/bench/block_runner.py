@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -22,15 +22,39 @@ from harness.bench.stats.design import draw_order
 SIDE_BY_SIDE = 12
 """Servers that run at a time."""
 Measure = Callable[[TrialSlot, Arm, Server, Workload], Trial]
+Launched = tuple[str, Server]
+"""A launch's name in the records, and its server."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTask:
-    """A block to measure, and on which workloads."""
+    """A block to measure.
+
+    Args:
+        session, index: its plan, and its place there.
+        workloads: that are measured.
+        turn: which of the session's next blocks it is, from 0.
+    """
 
     session: Session
     index: int
     workloads: Sequence[Workload]
+    turn: int
+
+    def launch(self, place: int, letter: str) -> str:
+        """The server that a trial needs, such as "candidate-3-A"."""
+        own = letter if self.session.design.shares_launches else f"{place}{letter}"
+        return f"{self.session.role.name.lower()}-{self.index}-{own}"
+
+    def shared(self, place: int, letter: str) -> str:
+        """The same, but one for the reference of all blocks of a turn: sessions have one arm A."""
+        is_shared = letter == "A" and self.session.design.shares_launches
+        return f"reference-{self.turn}" if is_shared else self.launch(place, letter)
+
+    @property
+    def order(self) -> str:
+        """Of the arms, as drawn."""
+        return draw_order(self.session.seed, self.index, self.session.design)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +114,8 @@ class BlockRunner:
         lines: those of the file.
         seconds: no blocks are begun that would end later, judged by the longest round before.
         side_by_side: servers that run at a time, as many blocks of every session as that allows;
-            a block is always measured as a whole.
+            a block is always measured as a whole. Blocks that are measured together share the
+            launches of the reference where the design has one of each arm.
     """
 
     sessions: Sequence[Session]
@@ -111,46 +136,56 @@ class BlockRunner:
             start = time.monotonic()
             if start - began + longest > self.seconds:
                 break
-            tasks, at_once = self._tasks(still_open), self._blocks_at_once(still_open)
-            for first in range(0, len(tasks), at_once):
-                self._measure_side_by_side(tasks[first : first + at_once])
+            for wave in self._waves(self._tasks(still_open)):
+                self._measure_side_by_side(wave)
             longest = max(longest, time.monotonic() - start)
             found = findings(self.lines, detectable_too=False)
             self.observer.blocks_done(found)
         return findings(self.lines)
 
-    def _blocks_at_once(self, still_open: Sequence[OpenSession]) -> int:
-        return max(1, self.side_by_side // still_open[0].session.design.launches)
-
     def _tasks(self, still_open: Sequence[OpenSession]) -> list[BlockTask]:
         """The next blocks: every session's next one, then every session's second next."""
-        ahead = max(1, self._blocks_at_once(still_open) // len(still_open))
+        servers = still_open[0].session.design.servers(len(still_open))
+        ahead = max(1, self.side_by_side // servers)
         by_session = [self._next(one, min(ahead, one.left)) for one in still_open]
         return [task for tasks in zip_longest(*by_session) for task in tasks if task]
 
+    def _waves(self, tasks: Sequence[BlockTask]) -> Iterator[list[BlockTask]]:
+        """Blocks that are measured together: as many as there may be servers, one at least."""
+        wave: list[BlockTask] = []
+        for task in tasks:
+            if wave and len(_servers([*wave, task])) > self.side_by_side:
+                yield wave
+                wave = []
+            wave.append(task)
+        yield wave
+
     def _measure_side_by_side(self, tasks: Sequence[BlockTask]) -> None:
         with stopped_together() as started:
-            servers = [self._launch(task, started) for task in tasks]
+            launched: dict[str, Launched] = {}
+            servers = [self._launch(task, started, launched) for task in tasks]
             wait_together(started)
             for task, by_place in zip(tasks, servers, strict=True):
                 for workload in task.workloads:
                     for slot, arm, server in by_place:
                         self._add(self.measure(slot, arm, server, workload))
 
-    def _launch(self, task: BlockTask, started: Started) -> list[tuple[TrialSlot, Arm, Server]]:
-        """Start the servers of a block; slot, arm and server of each trial, in run order."""
+    def _launch(
+        self, task: BlockTask, started: Started, launched: dict[str, Launched]
+    ) -> list[tuple[TrialSlot, Arm, Server]]:
+        """Start the servers of a block that are not yet; slot, arm and server by place."""
         session, by_place = task.session, []
-        launched: dict[str, Server] = {}
-        order = draw_order(session.seed, task.index, session.design)
-        for place, letter in enumerate(order):
-            arm = self.arms[session.role][letter]
-            name = letter if session.design.launches < len(order) else f"{place}{letter}"
-            if name not in launched:
-                log = f"{session.role.name.lower()}-{task.index}-{name}.log"
-                launched[name] = arm.start(self.logs / log)
-                started[arm.spec].append(launched[name])
-            slot = TrialSlot(session=session.id, block=task.index, place=place, arm=letter)
-            by_place.append((slot, arm, launched[name]))
+        for place, letter in enumerate(task.order):
+            arm, shared = self.arms[session.role][letter], task.shared(place, letter)
+            if shared not in launched:
+                launch = task.launch(place, letter)
+                launched[shared] = launch, arm.start(self.logs / f"{launch}.log")
+                started[arm.spec].append(launched[shared][1])
+            launch, server = launched[shared]
+            slot = TrialSlot(
+                session=session.id, block=task.index, place=place, arm=letter, launch=launch
+            )
+            by_place.append((slot, arm, server))
         return by_place
 
     def _next(self, one: OpenSession, ahead: int) -> list[BlockTask]:
@@ -164,12 +199,19 @@ class BlockRunner:
         first = min(done.values())
         return [
             BlockTask(
-                session=session, index=i, workloads=[w for w in one.workloads if done[w] <= i]
+                session=session,
+                index=first + turn,
+                workloads=[w for w in one.workloads if done[w] <= first + turn],
+                turn=turn,
             )
-            for i in range(first, first + ahead)
+            for turn in range(ahead)
         ]
 
     def _add(self, trial: Trial) -> None:
         append(self.out, trial)
         self.lines.append(trial)
         self.observer.trial_done(trial)
+
+
+def _servers(tasks: Sequence[BlockTask]) -> set[str]:
+    return {task.shared(n, letter) for task in tasks for n, letter in enumerate(task.order)}

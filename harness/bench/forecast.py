@@ -65,9 +65,13 @@ def forecast(setup: Setup, begun: Sequence[Line] = ()) -> Forecast:
         left = [(role, setup.workloads, blocks(setup, role)) for role in setup.roles]
         trials_passes = setup.rehearsed_trials, setup.rehearsed_passes
         shares = [(arm, setup.workloads, 1, *trials_passes) for arm in setup.rehearsed]
+    shared = 0
     for role, workloads, most in left:
-        arms = setup.arms(role).values()
-        shares += [(arm, workloads, most * servers, most * places, passes) for arm in arms]
+        for letter, arm in setup.arms(role).items():
+            started = most * servers
+            if letter == "A" and setup.design.shares_launches:
+                started, shared = max(0, started - shared), max(started, shared)
+            shares.append((arm, workloads, started, most * places, passes))
     for arm, workloads, started, slots, of_each in shares:
         own = [w for w in workloads if w.bench_serving is None]
         tokens = sum(w.requests // w.batch_size * w.output_len for w in own)

@@ -35,6 +35,7 @@ class TrialSlot:
     block: int
     place: int
     arm: str
+    launch: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

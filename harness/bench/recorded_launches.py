@@ -156,10 +156,15 @@ def _of_a_host(
     starts: list[float] = []
     for lines in files:
         sessions, trials = split(lines)
+        seen: set[tuple[str, str]] = set()
         starts.append(_start_s([trial for row in trials.values() for trial in row]))
         for session in sessions:
             for case, mine in zip(cases, found, strict=True):
-                mine += _launches(session, trials[session.id, case.workload], case, facts)
+                for row in _launches(session, trials[session.id, case.workload], case, facts):
+                    shared = case.workload, row[0].launch
+                    if not row[0].launch or shared not in seen:  # sessions may share a launch
+                        mine.append(row)
+                        seen.add(shared)
     return HostLaunches(
         workloads=[
             WorkloadLaunches(

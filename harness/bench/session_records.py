@@ -164,6 +164,8 @@ class Trial:
         started: ISO 8601, UTC.
         seconds: from launch to the last answer.
         counts: of the measured passes, where the server reports any; they have no noise.
+        launch: of the server, by a name that no other launch of its session has; sessions may share
+            one. Empty in older records.
         slept_s: injected into every step of a server that does not slow itself.
         slept_on: who sleeps for as long: the server's host, before every forward, or its GPU.
         kind, format: of the line that records it.
@@ -184,6 +186,7 @@ class Trial:
     seconds: float
     counts: dict[str, int] = field(default_factory=dict)
     slept_s: float = 0.0
+    launch: str = ""
     slept_on: Literal["", "host", "gpu"] = ""
     kind: Literal["trial"] = "trial"
     format: Literal[3] = 3

@@ -188,7 +188,7 @@ class RunSize:
         passes: chosen, or those asked for.
         cases: of one session, by workload.
         sessions: how many there are.
-        start_s: of a block's servers.
+        start_s: of the servers of a block of every session.
     """
 
     passes: int
@@ -200,7 +200,7 @@ class RunSize:
     def seconds(self) -> float:
         """Of all sessions, as if each took as long as one that finds ``delta1``."""
         starts = max(one.measured for one in self.cases) * self.start_s
-        return self.sessions * (starts + sum(one.measured * one.seconds for one in self.cases))
+        return starts + self.sessions * sum(one.measured * one.seconds for one in self.cases)
 
     @property
     def cost(self) -> tuple[int, float, float]:
@@ -217,7 +217,7 @@ class RunSize:
         minutes = f"{self.seconds / 60:.0f} min"
         fits = f"{minutes} in {self.sessions} sessions"
         if self.seconds > left_s:
-            each = self.sessions * (self.start_s + sum(one.seconds for one in self.cases))
+            each = self.start_s + self.sessions * sum(one.seconds for one in self.cases)
             fits = (
                 f"cannot in the {left_s / 60:.0f} min that are left: {max(0, int(left_s / each))} "
                 f"blocks of each session fit, all take {minutes}; --resume goes on"
@@ -261,7 +261,7 @@ def run_size(
                 for case in cases
             ],
             sessions=len(sessions),
-            start_s=design.launches * rehearsal.launch_s,
+            start_s=design.servers(len(sessions)) * rehearsal.launch_s,
         )
 
     return min(map(sized, passes), key=lambda one: one.cost)

@@ -39,8 +39,16 @@ class Design(StrEnum):
     @property
     def launches(self) -> int:
         """Servers of a block: one per arm, or one per trial where no two share a launch."""
-        shares = self in (Design.THUE_MORSE, Design.THUE_MORSE_8)
-        return 2 if shares else len(self.orders[0])
+        return 2 if self.shares_launches else len(self.orders[0])
+
+    @property
+    def shares_launches(self) -> bool:
+        """Whether all trials of an arm in a block run on one launch."""
+        return self in (Design.THUE_MORSE, Design.THUE_MORSE_8)
+
+    def servers(self, sessions: int) -> int:
+        """Servers of a block of each session: where launches are shared, one reference is too."""
+        return 1 + sessions if self.shares_launches else sessions * self.launches
 
 
 def draw_order(seed: str, index: int, design: Design) -> str:

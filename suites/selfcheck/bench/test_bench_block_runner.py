@@ -185,10 +185,10 @@ def test_blocks_have_the_drawn_orders_and_servers_run_side_by_side(tmp_path, mon
         design=design,
         workloads=(SMALL, LARGE),
         blocks_at_most=3,
-        side_by_side=6 * design.launches,
+        side_by_side=2 * design.servers(3),
     )
     lines = list(read(tmp_path / "bench.jsonl"))
-    assert lab.most_up == 6 * design.launches  # two blocks of each of three sessions
+    assert lab.most_up == 2 * design.servers(3)  # two blocks of each of three sessions
     assert not lab.up
     for session in (line for line in lines if isinstance(line, Session)):
         for workload in ("small", "large"):
@@ -197,6 +197,35 @@ def test_blocks_have_the_drawn_orders_and_servers_run_side_by_side(tmp_path, mon
             assert letters == "".join(draw_order(session.seed, i, design) for i in range(3))
     seeds = {line.seed for line in lines if isinstance(line, Session)}
     assert len(seeds) == 3
+
+
+def test_sessions_share_the_launches_of_their_reference(tmp_path, monkeypatch):
+    """A wave of three sessions is four servers: one of A, and each session's B."""
+    lab = Lab(monkeypatch)
+    lab.run(
+        tmp_path / "bench.jsonl",
+        design=Design.THUE_MORSE_8,
+        workloads=(SMALL, LARGE),
+        blocks_at_most=2,
+        side_by_side=4,
+    )
+    assert lab.most_up == 4
+    started = [event for event in lab.events if event[0] == "start"]
+    assert len(started) == 2 + 2 * 4  # the rehearsal's, then two waves
+    trials = [line for line in read(tmp_path / "bench.jsonl") if isinstance(line, Trial)]
+    launches = {(t.session, t.block, t.arm): t.launch for t in trials}
+    for block in range(2):
+        of_a = {launches[role.value, block, "A"] for role in Role}
+        of_b = [launches[role.value, block, "B"] for role in Role]
+        assert of_a == {f"candidate-{block}-A"}
+        assert of_b == [f"{role.name.lower()}-{block}-B" for role in Role]
+
+
+def test_trials_that_share_no_launch_share_no_reference(tmp_path, monkeypatch):
+    lab = Lab(monkeypatch)
+    lab.run(tmp_path / "bench.jsonl", design=Design.QUADS, blocks_at_most=1, side_by_side=12)
+    trials = [line for line in read(tmp_path / "bench.jsonl") if isinstance(line, Trial)]
+    assert len({t.launch for t in trials}) == len(trials) == 12
 
 
 def test_few_servers_at_a_time_measure_the_same_blocks(tmp_path, monkeypatch):

@@ -42,6 +42,12 @@ def test_many_trials_share_a_launch_and_an_attached_server_has_none():
     assert (cost.launches, cost.trials) == (5 + 1, 5 * 32 + 2)
 
 
+def test_sessions_share_the_launches_of_their_reference():
+    cost = forecast(replace(SETUP, design=Design.THUE_MORSE_8, roles=tuple(Role)))
+    # Of each of five blocks one of A and three of B; the rehearsal one an arm.
+    assert (cost.launches, cost.trials) == (5 * 4 + 2, 3 * 5 * 8 + 2)
+
+
 def test_without_a_limit_a_session_takes_what_its_margins_allow():
     cost = forecast(replace(SETUP, blocks_at_most=None, roles=(Role.SAME, Role.INJECTED)))
     most = MARGINS["tpot"].n_max

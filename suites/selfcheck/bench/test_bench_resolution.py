@@ -164,6 +164,20 @@ def timeless(trial):
     return replace(trial, started="") if isinstance(trial, Trial) else trial
 
 
+def test_a_launch_that_sessions_share_counts_once():
+    def shared(role, letter):
+        for line in lines(blocks=9, role=role):
+            if isinstance(line, Trial):
+                name = f"{line.block}-{'reference' if line.arm == 'A' else letter}"
+                yield replace(line, session=role.value, launch=name)
+            else:
+                yield replace(line, id=role.value)
+
+    records = [*shared(Role.CANDIDATE, "candidate"), *shared(Role.SAME, "same")]
+    (recorded,) = recorded_launches([("host", records)])
+    assert recorded.launches(0) == recorded.launches(1) == 9 * 3
+
+
 @pytest.mark.parametrize(
     ("files", "why"),
     [

@@ -133,16 +133,17 @@ def test_the_least_time_is_chosen_and_told():
     sized = run_size([plan(SMALL)] * 3, rehearsal(loud))
     assert sized.passes == 4
     assert run_size([plan(SMALL)], rehearsal(loud), (2,)).passes == 2
-    # Two starts and two warm-ups, then eight trials of four passes, of every block.
+    # Of every block four starts, the reference's for all three sessions, and of each session two
+    # warm-ups, then eight trials of four passes.
     (case,) = sized.cases
-    each = 2 * START_S + 2 * WARM_UP_S + 8 * 4 * TRIAL_S
-    assert sized.seconds == pytest.approx(3 * case.blocks * each)
+    each = 2 * WARM_UP_S + 8 * 4 * TRIAL_S
+    assert sized.seconds == pytest.approx(case.blocks * (4 * START_S + 3 * each))
     line, total = sized.told(float("inf"))
     assert line.startswith("small: within 1.")
     assert line.endswith(f"{case.blocks} blocks find 1.0 %")
     assert total == f"passes per trial 4: {sized.seconds / 60:.0f} min in 3 sessions"
-    _, late = sized.told(2.5 * 3 * each)
-    assert "cannot in the 11 min that are left: 2 blocks of each session fit" in late
+    _, late = sized.told(2.5 * (4 * START_S + 3 * each))
+    assert "cannot in the 10 min that are left: 2 blocks of each session fit" in late
 
 
 def test_launches_that_differ_too_much_are_told_to_hide_the_effect():
