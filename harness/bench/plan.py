@@ -115,7 +115,7 @@ def sessions(setup: Setup, levels: Levels, environment: Environment) -> list[Ses
     Args:
         setup: the options; without passes each trial has one, until they are chosen.
         levels: of the reference arm; a missing metric was not measured on both arms, and gets no
-            verdict.
+            verdict. Nor does one whose floor hides too much at its level.
         environment: the machine.
 
     Raises:
@@ -125,7 +125,7 @@ def sessions(setup: Setup, levels: Levels, environment: Environment) -> list[Ses
         (workload, margin)
         for workload in setup.workloads
         for margin in setup.margins
-        if (workload.id, margin.metric) in levels
+        if (level := levels.get((workload.id, margin.metric))) and margin.is_judged(level)
     ]
     family = sum(not margin.is_part for _, margin in gated)
     if not family:

@@ -9,6 +9,8 @@ from harness.errors import UsageError, rejected
 
 PART = "phase_"
 """What the metrics of a step's phases begin with."""
+MOST_FLOOR = 0.04
+"""Of a level: what a floor may make of delta0."""
 
 
 def checked(field: str, value: float, *, above: float = 0.0) -> float:
@@ -73,6 +75,13 @@ class Margin:
         keeps no session open.
         """
         return self.metric.startswith(PART)
+
+    def is_judged(self, level: float) -> bool:
+        """Whether it gets a verdict where the reference arm measures about ``level``.
+
+        A floor must leave room to blame a regression of 5 %. Parts are told whatever it hides.
+        """
+        return self.is_part or self.floor <= MOST_FLOOR * checked("level", level)
 
     def bounds(self, level: float, n_max: int) -> Bounds:
         """Log bounds where the reference arm measures about ``level`` in ``unit``.

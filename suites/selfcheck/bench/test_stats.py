@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fixtures.tables.margins import MARGINS, ROWS
+from fixtures.tables.margins import MARGINS, PHASE_ROWS, ROWS
 from harness.bench.load_generator import WorkloadRun
 from harness.bench.metrics import metrics
 from harness.bench.session_records import Sample
@@ -279,11 +279,22 @@ def test_margins_table():
     ttft = MARGINS["ttft"]
     assert ttft.bounds(1000.0, 16).delta0 == pytest.approx(math.log(1.02))
     widened = ttft.bounds(20.0, 16)
-    assert widened.delta0 == pytest.approx(math.log(1.1))
+    assert widened.delta0 == pytest.approx(math.log(1.05))
     assert widened.delta1 - widened.delta0 == pytest.approx(math.log(1.06 / 1.02))
     assert MARGINS["accept_length"].cost(0.5) == pytest.approx(math.log(2))
     with pytest.raises(UsageError, match="level = 0"):
         ttft.bounds(0.0, 16)
+
+
+@pytest.mark.parametrize(
+    ("level", "judged"), [(1000.0, True), (25.0, True), (24.0, False), (9.0, False)]
+)
+def test_a_floor_that_hides_five_percent_leaves_a_metric_unjudged(level, judged):
+    ttft = MARGINS["ttft"]
+    assert ttft.is_judged(level) is judged
+    assert (ttft.bounds(level, 16).delta0 < math.log(1.05)) or not judged
+    assert MARGINS["step_time"].is_judged(level)
+    assert all(row.is_judged(level) for row in PHASE_ROWS)
 
 
 @pytest.mark.parametrize("name", [n for n in simulation.SCENARIOS if "margin 0" in n])
