@@ -65,7 +65,8 @@ def host_run(path: Path) -> HostRun:
 def check_repeated(hosts: Sequence[HostRun]) -> None:
     """Refuse to compare runs that did not ask the same, or one run with itself.
 
-    Interpreters, folders, seeds and levels may differ from host to host.
+    Interpreters, folders, seeds and levels may differ from host to host, and what follows from a
+    level or from the noise: passes, and which metrics are judged.
 
     Raises:
         UsageError: naming the file, what differs in it, and what the first file has.
@@ -90,8 +91,6 @@ def _asked(host: HostRun) -> dict[str, Any]:
             "arm B": _arm(session.b),
             "design": session.design.name.lower(),
             "workloads": session.workloads,
-            "passes": session.passes,
-            "metrics": [(case.workload, case.metric) for case in session.cases],
         }
         asked |= {f"{name} of session {session.id}": fact for name, fact in facts.items()}
     return asked
@@ -109,10 +108,11 @@ def agree(evidence: Sequence[Evidence]) -> bool | None:
 
 
 def side_by_side(hosts: Sequence[HostRun]) -> Group:
-    """A table per workload of the candidate: each host's effect, and whether they agree."""
+    """A table per workload of what all hosts judged: each one's effect, and whether they agree."""
     heads = [word for number, _ in enumerate(hosts, 1) for word in (f"{number}: B / A", "95 %")]
     tables, apart = [], []
-    for workload, rows in groupby(hosts[0].candidates, key=itemgetter(0)):
+    common = [place for place in hosts[0].candidates if all(place in h.candidates for h in hosts)]
+    for workload, rows in groupby(common, key=itemgetter(0)):
         made = Table("metric", *heads, "agree", title=f"hosts, {workload}", **TABLE)
         for place in rows:
             evidence = [host.candidates[place].evidence for host in hosts]

@@ -2,12 +2,13 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from fixtures.tables.workloads import WORKLOADS
 from harness.bench import __main__ as compare
-from harness.bench.replication import agree
+from harness.bench.replication import agree, host_run, side_by_side
 from harness.bench.session_records import ArmFacts, Role
 from harness.bench.stats.design import Design
 from harness.core.environment import environment
@@ -86,7 +87,6 @@ ROW = WORKLOADS["smoke-bs2-in32-out32"]
         ({"b": ArmFacts(name="b", versions={"sglang": "0.5.14"})}, "arm B of session s = ('b', {'"),
         ({"design": Design.QUADS}, "design of session s = 'quads'"),
         ({"workloads": (replace(ROW, output_len=33),)}, "workloads of session s = ("),
-        ({"passes": 2}, "passes of session s = 2"),
     ],
 )
 def test_runs_that_asked_something_else_are_refused(tmp_path, capsys, changed, what):
@@ -112,7 +112,16 @@ def test_a_run_is_no_repetition_of_itself(tmp_path, capsys):
     assert f"records = {paths[1]!r} is not accepted; accepted: those of another run" in told
 
 
-def test_interpreters_folders_and_seeds_may_differ(tmp_path):
+def test_what_only_one_host_judged_is_not_put_side_by_side(tmp_path):
+    one, two = map(host_run, map(Path, controlled(tmp_path, 1.0, 1.05)))
+    rows = [table.row_count for table in side_by_side([one, two]).renderables]
+    assert rows == [1]
+    less = replace(two, run=replace(two.run, findings=()))
+    assert not side_by_side([one, less]).renderables
+
+
+def test_interpreters_folders_seeds_and_passes_may_differ(tmp_path):
     first = {"a": ArmFacts(name="a", command=("/here/python",))}
     second = {"a": ArmFacts(name="a", command=("/there/python",)), "seed": "7", "blocks": 0}
+    second["passes"] = 2
     assert compare.main(hosts(tmp_path, first, second)) != 2
