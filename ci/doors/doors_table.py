@@ -28,6 +28,7 @@ class CommandRow:
         ready: output of a server that serves; it is interrupted then, and must end cleanly.
         refused: part of the last line where the command cannot run and must refuse by itself.
         reason: why it is not run as it stands.
+        needs: a program that no lane installs; where it is missing the command is left out.
     """
 
     command: str
@@ -36,6 +37,7 @@ class CommandRow:
     ready: str = ""
     refused: str = ""
     reason: str = ""
+    needs: str = ""
 
     def __post_init__(self) -> None:
         ways = [name for name in ("run", "ready", "refused") if getattr(self, name)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -29,6 +30,7 @@ class Tried:
         seconds: it took.
         output: of it.
         problem: why it is red; empty where it is not.
+        left_out: why it was not tried; empty where it was.
     """
 
     place: str
@@ -37,11 +39,13 @@ class Tried:
     seconds: float = 0.0
     output: str = ""
     problem: str = ""
+    left_out: str = ""
 
     @property
     def line(self) -> str:
         """One line of progress."""
-        return f"{self.problem or 'ok'}, {self.seconds:.0f} s: {self.place} {self.asked}"
+        fate = self.problem or self.left_out or "ok"
+        return f"{fate}, {self.seconds:.0f} s: {self.place} {self.asked}"
 
 
 def typed(command: Command, table: Table, shell: Shell, done: dict[str, Tried]) -> Tried:
@@ -56,6 +60,8 @@ def typed(command: Command, table: Table, shell: Shell, done: dict[str, Tried]) 
     if earlier := done.get(command.bare):
         return replace(earlier, place=command.place, ran=f"as {earlier.place}", seconds=0.0)
     row = table.row(command)
+    if row.needs and shutil.which(row.needs) is None:
+        return Tried(command.place, command.bare, left_out=f"left out: no {row.needs} here")
     try:
         text = table.filled(row.run or command.bare)
     except UsageError as error:
@@ -82,9 +88,12 @@ def show(tried: Sequence[Tried], seconds: float, console: Console) -> int:
     printed.columns[1].overflow = "fold"
     printed.columns[2].justify = "right"
     for one in tried:
-        more = f"\n  → {escape(one.ran)}" if one.ran else ""
-        fate = "[red]red[/]" if one.problem else "ok"
+        ran = one.ran or one.left_out
+        more = f"\n  → {escape(ran)}" if ran else ""
+        fate = "[red]red[/]" if one.problem else "–" if one.left_out else "ok"
         printed.add_row(escape(one.place), escape(one.asked) + more, f"{one.seconds:.0f}", fate)
     console.print(printed)
-    console.print(f"doors: {len(tried)} tried, {len(red)} red, {seconds / 60:.1f} min")
+    left_out = sum(bool(one.left_out) for one in tried)
+    counts = f"{len(tried) - left_out} tried, {len(red)} red, {left_out} left out"
+    console.print(f"doors: {counts}, {seconds / 60:.1f} min")
     return int(bool(red))

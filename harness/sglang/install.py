@@ -85,7 +85,7 @@ def _install_wheel(release: Release, folder: Path) -> None:
         archive = download(release.version, Path(temporary))
         with zipfile.ZipFile(archive) as opened:
             opened.extractall(Path(temporary) / "unpacked")
-        (Path(temporary) / "unpacked").rename(folder)
+        _settle(Path(temporary) / "unpacked", folder)
 
 
 def _install_packages(release: Release, folder: Path) -> None:
@@ -99,7 +99,17 @@ def _install_packages(release: Release, folder: Path) -> None:
         said = done.stderr.strip().rpartition("\n")[2]
         raise UsageError(f"packages of sglang {release.version} cannot be installed: {said}")
     target.chmod(0o755)
-    target.rename(folder)
+    _settle(target, folder)
+
+
+def _settle(made: Path, folder: Path) -> None:
+    """Put a finished folder in its place, unless another process was first."""
+    try:
+        made.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+        shutil.rmtree(made)
 
 
 def wanted(names: Iterable[str]) -> list[Release]:

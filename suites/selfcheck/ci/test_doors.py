@@ -98,6 +98,19 @@ def test_a_row_says_what_is_run_instead(tmp_path: Path) -> None:
     assert one.ran == "echo $((1 + 1)) here (hours)"
 
 
+@pytest.mark.parametrize(
+    ("needs", "left_out"), [("sh", ""), ("no-such-program", "no-such-program")]
+)
+def test_without_a_program_that_no_lane_installs_a_row_is_left_out(
+    tmp_path: Path, needs: str, left_out: str
+) -> None:
+    known = a_table(CommandRow("echo x >> file", 5, needs=needs))
+    [one] = tried(tmp_path, "echo x >> file", known)
+    assert (tmp_path / "file").exists() is not bool(left_out)
+    assert one.left_out == (f"left out: no {left_out} here" if left_out else "")
+    assert not one.problem
+
+
 def test_the_same_command_is_run_once(tmp_path: Path) -> None:
     first, again = tried(tmp_path, "echo >> file; false\necho >> file; false")
     assert (tmp_path / "file").read_text() == "\n"
@@ -263,8 +276,11 @@ def test_the_table_fits_a_terminal_and_shows_what_is_red() -> None:
     assert "[lint,test]" in shown
     assert "'[/]'" in shown
     assert "x" * 90 in shown.replace("\n", "").replace(" ", "")
-    assert lines[-1] == "doors: 2 tried, 1 red, 1.1 min"
-    assert show([green], 2, console) == 0
+    assert lines[-1] == "doors: 2 tried, 1 red, 0 left out, 1.1 min"
+    absent = Tried("a.md:3", "browse", left_out="left out: no browser here")
+    assert show([green, absent], 2, console) == 0
+    assert "doors: 1 tried, 0 red, 1 left out, 0.0 min" in told.getvalue()
+    assert "→ left out: no browser here" in told.getvalue()
 
 
 def test_an_unknown_document_is_one_line(
