@@ -17,24 +17,10 @@ from ci.nightly.history_branch import HistoryBranch, compact, night_of
 from fixtures.fakes import synthetic_bench
 from fixtures.fakes.fake_nvml import Driver
 from harness.bench.jsonl import append
-from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.errors import UsageError
+from suites.selfcheck.ci.test_history import USUAL
 
-ENTRY = history.Entry(
-    night="2026-11-23T01:17:00+00:00",
-    sku="NVIDIA H200",
-    case="bs8/tpot",
-    pin="sglang 0.5.14",
-    image="driver 580",
-    commit="abc",
-    verdict=BenchVerdict.OK,
-    cost=0.0,
-    low=-0.01,
-    high=None,
-    e=1.5,
-    blocks=9,
-    higher_is_better=False,
-)
+ENTRY = replace(USUAL, night="2026-11-23T01:17:00+00:00", sku="NVIDIA H200", e=1.5)
 LATER = replace(ENTRY, night="2026-11-24T01:17:00+00:00", e=2.5)
 NAME = "nights-h200"
 
