@@ -11,7 +11,8 @@ from enum import IntEnum
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import globaltimer
+
+from harness.plugin.gpu_clock import globaltimer
 
 
 class StepPhase(IntEnum):
