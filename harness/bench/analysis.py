@@ -249,11 +249,12 @@ def verdict(found: Sequence[Finding]) -> RunVerdict:
     Parts of a step keep the verdict of their own evidence, and one is named where the step moved.
     """
     candidates = {f.id: f for f in found if f.is_gated}
+    whole = [f for f in found if not f.is_part]
     judged = apply_e_bh({name: f.evidence for name, f in candidates.items()})
     judged |= {f.id: f.evidence for f in found if f.role is Role.CANDIDATE and f.is_part}
-    for controls in _controls(found):
+    for controls in _controls(whole):
         judged = apply_controls(judged, controls)
-    same = {(f.workload.id, f.metric): f for f in found if f.role is Role.SAME}
+    same = {(f.workload.id, f.metric): f for f in whole if f.role is Role.SAME}
     all_judged = tuple(
         _unless_blind(f.with_evidence(judged[f.id]), same.get((f.workload.id, f.metric)))
         if f.id in judged
@@ -287,11 +288,7 @@ def _in_microseconds(found: Finding, every: Sequence[Finding]) -> Finding:
 
 
 def _unless_blind(found: Finding, same: Finding | None) -> Finding:
-    if (
-        found.is_part
-        or found.verdict not in (BenchVerdict.OK, BenchVerdict.INCONCLUSIVE)
-        or same is None
-    ):
+    if found.verdict not in (BenchVerdict.OK, BenchVerdict.INCONCLUSIVE) or same is None:
         return found
     delta1 = found.case.bounds.delta1
     if found.mde is not None and found.mde > delta1 + STEP:  # as fine as it is known
@@ -308,7 +305,7 @@ def _controls(found: Sequence[Finding]) -> list[dict[Control, Evidence]]:
     """The controls of every workload: the worst A/A case, the best case of the slowed metrics."""
     made: list[dict[Control, Evidence]] = []
     for workload in dict.fromkeys(f.workload.id for f in found if f.role is Role.CANDIDATE):
-        here = [f for f in found if f.workload.id == workload and not f.is_part]
+        here = [f for f in found if f.workload.id == workload]
         same = [f.evidence for f in here if f.role is Role.SAME]
         injected = [f.evidence for f in here if f.role is Role.INJECTED and f.metric in SLOWED]
         controls: dict[Control, Evidence] = {}

@@ -122,13 +122,14 @@ class Rehearsal:
             logs.setdefault(one.spec, []).append(row)
         return launch_noise([np.array(rows) for rows in logs.values()])
 
-    def seconds(self, workload: str, design: Design, passes: int) -> float:
-        """Of a workload's part of a block: warm-ups, then its trials."""
+    def seconds(self, workload: str, design: Design, passes: int, sessions: int) -> float:
+        """Of a workload's part of a block of every session: warm-ups, then the trials."""
         rows = [[trial.seconds for trial in one.trials[workload]] for one in self.launches]
         # The first trial of a launch has the warm-up in it.
         trial = median(seconds for row in rows for seconds in row[1:])
         warm_up = max(0.0, median(row[0] for row in rows) - trial)
-        return design.launches * warm_up + len(design.orders[0]) * passes * trial
+        trials = sessions * len(design.orders[0]) * passes
+        return design.servers(sessions) * warm_up + trials * trial
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +141,7 @@ class CaseSize:
         noise: that was measured.
         effect_sd: standard deviation of a block's effect.
         blocks: that find ``delta1`` in 9 sessions of 10; None for more than ``MOST_BLOCKS``.
-        seconds: of a block's trials.
+        seconds: of a block of every session.
         thresholds: of its session.
     """
 
@@ -200,7 +201,7 @@ class RunSize:
     def seconds(self) -> float:
         """Of all sessions, as if each took as long as one that finds ``delta1``."""
         starts = max(one.measured for one in self.cases) * self.start_s
-        return starts + self.sessions * sum(one.measured * one.seconds for one in self.cases)
+        return starts + sum(one.measured * one.seconds for one in self.cases)
 
     @property
     def cost(self) -> tuple[int, float, float]:
@@ -217,7 +218,7 @@ class RunSize:
         minutes = f"{self.seconds / 60:.0f} min"
         fits = f"{minutes} in {self.sessions} sessions"
         if self.seconds > left_s:
-            each = self.start_s + self.sessions * sum(one.seconds for one in self.cases)
+            each = self.start_s + sum(one.seconds for one in self.cases)
             fits = (
                 f"cannot in the {left_s / 60:.0f} min that are left: {max(0, int(left_s / each))} "
                 f"blocks of each session fit, all take {minutes}; --resume goes on"
@@ -255,7 +256,7 @@ def run_size(
                     noise=noise[case.workload],
                     effect_sd=sds[case.workload],
                     blocks=blocks_needed(sds[case.workload], case, thresholds),
-                    seconds=rehearsal.seconds(case.workload, design, asked),
+                    seconds=rehearsal.seconds(case.workload, design, asked, len(sessions)),
                     thresholds=thresholds,
                 )
                 for case in cases

@@ -133,16 +133,16 @@ def test_the_least_time_is_chosen_and_told():
     sized = run_size([plan(SMALL)] * 3, rehearsal(loud))
     assert sized.passes == 4
     assert run_size([plan(SMALL)], rehearsal(loud), (2,)).passes == 2
-    # Of every block four starts, the reference's for all three sessions, and of each session two
-    # warm-ups, then eight trials of four passes.
+    # Of every block four servers, the reference's for all three sessions, each started and warmed
+    # up once; of each session eight trials of four passes.
     (case,) = sized.cases
-    each = 2 * WARM_UP_S + 8 * 4 * TRIAL_S
-    assert sized.seconds == pytest.approx(case.blocks * (4 * START_S + 3 * each))
+    block = 4 * (START_S + WARM_UP_S) + 3 * 8 * 4 * TRIAL_S
+    assert sized.seconds == pytest.approx(case.blocks * block)
     line, total = sized.told(float("inf"))
     assert line.startswith("small: within 1.")
     assert line.endswith(f"{case.blocks} blocks find 1.0 %")
     assert total == f"passes per trial 4: {sized.seconds / 60:.0f} min in 3 sessions"
-    _, late = sized.told(2.5 * (4 * START_S + 3 * each))
+    _, late = sized.told(2.5 * block)
     assert "cannot in the 10 min that are left: 2 blocks of each session fit" in late
 
 
