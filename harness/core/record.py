@@ -63,6 +63,33 @@ class Quantity:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TokenCounts:
+    """Tokens of generated texts by what the oracle said of them.
+
+    Args:
+        judged: those that were compared with its choice behind the tokens before them.
+        tied: of these, that were not its choice and tied with it.
+        unjudged: the others.
+    """
+
+    judged: int = 0
+    tied: int = 0
+    unjudged: int = 0
+
+    def __add__(self, other: TokenCounts) -> TokenCounts:
+        """The sums."""
+        return TokenCounts(
+            judged=self.judged + other.judged,
+            tied=self.tied + other.tied,
+            unjudged=self.unjudged + other.unjudged,
+        )
+
+    def __str__(self) -> str:
+        """Such as "24 judged, 2 tied, 0 unjudged"."""
+        return f"{self.judged} judged, {self.tied} tied, {self.unjudged} unjudged"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Environment:
     """The machine a trial ran on; unknown facts are empty strings."""
 
@@ -95,6 +122,7 @@ class Record:
         quantities: compared ones.
         effects: exact counts, such as {"host_syncs": 0, "kernels": 2}.
         accept_lengths: accepted tokens of every verify step, where the trial generated text.
+        tokens: of that text; none elsewhere.
         seconds: wall time.
         environment: the machine.
         reproduce: the command that runs this trial alone.
@@ -113,6 +141,7 @@ class Record:
     quantities: tuple[Quantity, ...] = ()
     effects: dict[str, int] = field(default_factory=dict)
     accept_lengths: tuple[int, ...] = ()
+    tokens: TokenCounts = field(default_factory=TokenCounts)
     seconds: float = 0.0
     environment: Environment
     reproduce: str = ""
@@ -146,6 +175,7 @@ class Record:
             data["verdict"] = Verdict(data["verdict"])
             data["quantities"] = tuple(Quantity(**q) for q in data["quantities"])
             data["accept_lengths"] = tuple(data["accept_lengths"])
+            data["tokens"] = TokenCounts(**data.get("tokens", {}))
             data["environment"] = Environment(**data["environment"])
             return cls(**data)
         except (ValueError, KeyError, TypeError) as error:

@@ -68,6 +68,10 @@ BUDGETS = {
 # root mean squares of the row; each limit is four such deviations at twice the logits' floor.
 TIE_MARGINS = {Dtype.BF16: 4.5e-2, Dtype.FP16: 5.7e-3, Dtype.FP32: 2.3e-4}
 
+# The oracle follows a text wherever it goes, so every token has an answer. In float32 none may be
+# without one; in 16 bits, where most texts part from the oracle's own, one in fifty.
+UNJUDGED_SHARES = {Dtype.BF16: 0.02, Dtype.FP16: 0.02, Dtype.FP32: 0.0}
+
 
 def budget(quantity: str, dtype: Dtype, kv_dtype: KVDtype = KVDtype.AUTO) -> Budget:
     """The row of the table.
@@ -85,3 +89,8 @@ def budget(quantity: str, dtype: Dtype, kv_dtype: KVDtype = KVDtype.AUTO) -> Bud
 def tie_margin(dtype: Dtype) -> float:
     """Largest top-1 minus top-2 margin, in units of the row's RMS, at which either may win."""
     return TIE_MARGINS[dtype]
+
+
+def unjudged_share(dtype: Dtype) -> float:
+    """Largest share of a text's tokens that may be without the oracle's judgement."""
+    return UNJUDGED_SHARES[dtype]

@@ -12,14 +12,8 @@ from harness.oracle.attention import (
     quantize_dequantize,
 )
 from harness.oracle.decoder import Decoder, Draft
-from harness.oracle.generation import (
-    FollowedText,
-    OracleGeneration,
-    follow,
-    greedy,
-    relative_margins,
-    speculate,
-)
+from harness.oracle.following import FollowedText, follow
+from harness.oracle.generation import OracleGeneration, greedy, relative_margins, speculate
 from harness.oracle.rotary import rotate
 
 VERSION = 1

@@ -60,6 +60,11 @@ class Decoder:
         self.embedding = self.weights["model.embed_tokens.weight"]
         self.head = self.embedding if tied else self.weights["lm_head.weight"]
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of its tokens."""
+        return len(self.embedding)
+
     def forward(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states after the last norm [n, hidden] and logits [n, vocab] of a whole sequence.
 

@@ -1,7 +1,4 @@
-"""Greedy generation, plain and speculative over a chain; every step recomputes everything.
-
-``follow`` judges a text that somebody else generated, token by token behind its own prefix.
-"""
+"""Greedy generation, plain and speculative over a chain; every step recomputes everything."""
 
 from __future__ import annotations
 
@@ -95,66 +92,6 @@ def speculate(
         decisive = torch.cat((drafted[: matches + 1][: len(chain)], verified[: matches + 1]))
         step_margins.append(float(relative_margins(decisive).min()))
     return _generation(text[len(prompt) :], rows, accept_lengths, step_margins, count, eos)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FollowedText:
-    """What the oracle says of a text.
-
-    Args:
-        shortfalls: of every token, the best logit behind its prefix minus its own, in units of the
-            row's root mean square; 0 where it is the best.
-        best_ids: the best token behind each prefix.
-        accept_lengths: tokens of every verify step, bonus included; the last step may reach past
-            the text, and is counted up to its end.
-    """
-
-    shortfalls: tuple[float, ...]
-    best_ids: tuple[int, ...]
-    accept_lengths: tuple[int, ...]
-
-
-def follow(
-    target: Decoder,
-    draft: Draft,
-    prompt: Sequence[int],
-    text: Sequence[int],
-    *,
-    num_steps: int,
-    num_draft_tokens: int,
-) -> FollowedText:
-    """Judge each token of ``text`` behind the ones before it, and speculate along it.
-
-    The target's choices are those of the text, whose first token is the prefill's, so that a tie
-    that parts two texts does not part their judgement; the draft's are the oracle's own. Steps and
-    draft tokens are as of ``speculate``.
-    """
-    tokens = [*prompt, *text]
-    hidden, logits = target.forward(torch.tensor(tokens[:-1]))
-    rows = logits[len(prompt) - 1 :]
-    best = rows.max(-1)
-    given = rows.gather(-1, torch.tensor(text)[:, None])[:, 0]
-    shortfalls = (best.values - given) / rows.square().mean(-1).sqrt()
-    states, drafted = draft.forward(torch.tensor(tokens[1:]), hidden)
-    firsts = drafted.argmax(-1).tolist()  # of every round that could begin: the draft is causal
-    accept_lengths, known = [], len(prompt) + 1
-    while known < len(tokens):
-        most = min(num_steps, num_draft_tokens - 1, len(tokens) - known - 1)
-        proposed, read, matches = firsts[known - 2], hidden[: known - 1], 0
-        state = states[known - 2 : known - 1]
-        while matches < most and proposed == tokens[known + matches]:
-            matches += 1
-            if matches < most:
-                read = torch.cat((read, state))
-                out, logits = draft.forward(torch.tensor(tokens[1 : known + matches]), read)
-                proposed, state = int(logits[-1].argmax()), out[-1:]
-        accept_lengths.append(matches + 1)
-        known += matches + 1
-    return FollowedText(
-        shortfalls=tuple(shortfalls.tolist()),
-        best_ids=tuple(best.indices.tolist()),
-        accept_lengths=tuple(accept_lengths),
-    )
 
 
 def _propose(

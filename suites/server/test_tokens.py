@@ -10,13 +10,12 @@ import pytest
 
 from fixtures.drivers.crowd import settled, together
 from fixtures.models import shipped
-from fixtures.pytest_plugin.goldens import prompts
+from fixtures.pytest_plugin.answers import judge_answer
+from fixtures.pytest_plugin.followed import followed
+from fixtures.pytest_plugin.goldens import load_prompt, prompts
 from fixtures.pytest_plugin.servers import FreshServer, Served
 from harness.core.case import Dtype
 from harness.core.paths import MODELS
-from harness.core.record import Verdict
-from harness.core.tolerance import tie_margin
-from harness.differential.compare import compare_tokens
 from harness.server.client.flush import flush
 from harness.server.client.sglang import Answer, Client
 
@@ -31,36 +30,35 @@ def ask(client: Client, prompt: tuple[int, ...], way: str) -> Answer:
     return last.answer
 
 
-def tie(server: Served) -> float:
-    return tie_margin(Dtype.FP32 if server.kind == "embedded" else Dtype.BF16)
+def dtype(server: Served) -> Dtype:
+    return Dtype.FP32 if server.kind == "embedded" else Dtype.BF16
 
 
 @pytest.mark.parametrize("at_once", [1, 8, 32])
 def test_tokens_and_accept_lengths(server, at_once):
     flush(server.url)
     texts = prompts(server.pair)
-    due = [shipped.expected(shipped.Setup(pair=server.pair), i) for i in range(len(texts))]
     # One request asks for the whole response, the next for a stream.
     calls = [
         lambda text=text, way=WAYS[i % 2]: ask(server.client, text, way)
         for i, text in enumerate(texts[: 8 if at_once == 1 else 32])
     ]
     answers = together(at_once, calls)
-    rounds = [len(expected.accept_lengths) for expected in due[: len(answers)]]
-    for answer, expected in zip(answers, due, strict=False):
-        found = compare_tokens(answer.output_ids, expected.token_ids, expected.margins, tie(server))
-        assert found.verdict is Verdict.PASSED, found.message
+    for index, answer in enumerate(answers):
+        found = judge_answer(server.pair, index, answer.output_ids, dtype(server))
+        assert found.passed, found.message
         assert answer.completion_tokens == len(answer.output_ids) == shipped.NEW
         assert answer.finish_reason == "length"
     verified = [answer.spec_verify_ct for answer in answers]
     if server.kind == "embedded":
-        assert [answer.output_ids for answer in answers] == [
-            d.token_ids for d in due[: len(answers)]
-        ]
-        assert verified == rounds
+        due = [load_prompt(server.pair, index) for index in range(len(answers))]
+        assert [answer.output_ids for answer in answers] == [d.token_ids for d in due]
+        assert verified == [len(d.accept_lengths) for d in due]
     else:
+        along = [followed(server.pair, i, a.output_ids) for i, a in enumerate(answers)]
+        rounds = sum(len(expected.accept_lengths) for expected in along)
         # A draft that ties in bfloat16 moves a round, not a token.
-        assert sum(verified) == pytest.approx(sum(rounds), rel=DRAFT_TIES)
+        assert sum(verified) == pytest.approx(rounds, rel=DRAFT_TIES)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +69,7 @@ def test_other_pairs_and_versions(fresh_server: FreshServer, pair: str, spec: st
     texts = prompts(pair)[:4]
     calls = [lambda text=text: served.client.generate(text, shipped.NEW) for text in texts]
     for index, answer in enumerate(together(4, calls)):
-        expected = shipped.expected(shipped.Setup(pair=pair), index)
+        expected = load_prompt(pair, index)
         assert answer.output_ids == expected.token_ids
         rounds = 0 if spec == "none" else len(expected.accept_lengths)
         assert answer.spec_verify_ct == rounds
@@ -79,7 +77,7 @@ def test_other_pairs_and_versions(fresh_server: FreshServer, pair: str, spec: st
 
 
 def test_the_end_token_ends_an_answer(fresh_server: FreshServer, tmp_path: Path) -> None:
-    prompt, expected = prompts("gqa")[0], shipped.expected(shipped.Setup(pair="gqa"), 0)
+    prompt, expected = prompts("gqa")[0], load_prompt("gqa", 0)
     shutil.copytree(MODELS / "gqa", tmp_path / "gqa")
     end = {"eos_token_id": expected.token_ids[5]}
     (tmp_path / "gqa" / "target" / "generation_config.json").write_text(json.dumps(end))
@@ -95,7 +93,7 @@ def test_the_end_token_ends_an_answer(fresh_server: FreshServer, tmp_path: Path)
 def test_one_round_emits_what_it_accepted(server):
     prompt = prompts(server.pair)[3]
     lengths = [len(chunk.answer.output_ids) for chunk in server.client.stream(prompt, shipped.NEW)]
-    expected = shipped.expected(shipped.Setup(pair=server.pair), 3)
+    expected = load_prompt(server.pair, 3)
     if server.kind == "embedded":
         # The prefill emits one token; the last round may reach past the end.
         sums = [1 + sum(expected.accept_lengths[:n]) for n in range(len(expected.accept_lengths))]
@@ -112,10 +110,8 @@ def test_text_and_batches(server):
     alone = [server.client.generate(prompt, 7) for prompt in texts]
     for answers in (batch, alone):
         for index, answer in enumerate(answers, start=4):
-            expected = shipped.expected(shipped.Setup(pair=server.pair), index)
-            due = expected.token_ids[:7], expected.margins[:7]
-            found = compare_tokens(answer.output_ids, *due, tie(server))
-            assert found.verdict is Verdict.PASSED, found.message
+            found = judge_answer(server.pair, index, answer.output_ids, dtype(server), count=7)
+            assert found.passed, found.message
     assert [a.prompt_tokens for a in batch] == [len(prompt) for prompt in texts]
     assert all(a.text for a in batch)
 

@@ -9,7 +9,6 @@ from fixtures.models import shipped
 from fixtures.models.shipped import Setup
 from fixtures.pytest_plugin.goldens import prompts
 from harness.core.case import Execution
-from harness.core.tolerance import tie_margin
 from harness.differential.generated_text import judge_text
 from harness.engine.spec_config import SpecVersion
 
@@ -30,10 +29,10 @@ each_setup = pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 
 @each_setup
 @pytest.mark.usefixtures("recorded")
-def test_the_text_is_the_oracles_or_a_tie_explains_it(setup: Setup, cuda: torch.device) -> None:
+def test_every_token_is_the_oracles_or_ties_with_it(setup: Setup, cuda: torch.device) -> None:
     run = shipped.run(setup, cuda)
     for index, text in enumerate(run.texts):
-        found = judge_text(text, shipped.expected(setup, index), tie_margin(setup.dtype))
+        found = judge_text(text, shipped.expected(setup, index, text), setup.dtype, shipped.NEW)
         assert [c.message for c in found if not c.passed] == []
     assert run.lost_pages == 0
 

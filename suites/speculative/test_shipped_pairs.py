@@ -15,7 +15,6 @@ from fixtures.models.shipped import FAMILIES, Setup
 from harness.core.case import Dtype, Execution
 from harness.core.environment import environment
 from harness.core.record import Record, Verdict
-from harness.core.tolerance import tie_margin
 from harness.differential.generated_text import judge_text
 from harness.engine.spec_config import SpecVersion
 
@@ -90,13 +89,14 @@ def untried(setup: Setup, index: int, device: torch.device, reproduce: str) -> R
 
 
 def trial(setup: Setup, index: int, device: torch.device, blank: Record) -> Record:
-    """One prompt of one setup, judged; the message of a passed one names ties."""
+    """One prompt of one setup, judged; the message of a passed one counts ties."""
     started = time.perf_counter()
     generations = shipped.run(setup, device).generations
     if isinstance(generations, str):
         return replace(blank, message=generations)
     text = generations[index]
-    found = judge_text(text, shipped.expected(setup, index), tie_margin(setup.dtype))
+    due = shipped.expected(setup, index, text)
+    found = judge_text(text, due, setup.dtype, shipped.NEW)
     bad = [comparison for comparison in found if not comparison.passed]
     return replace(
         blank,
@@ -104,6 +104,7 @@ def trial(setup: Setup, index: int, device: torch.device, blank: Record) -> Reco
         message="; ".join(c.message for c in bad or found if c.message),
         quantities=tuple(comparison.to_quantity() for comparison in found),
         accept_lengths=tuple(text.accept_lengths),
+        tokens=found[0].tokens,
         seconds=time.perf_counter() - started,
     )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from harness.differential.compare.exact import compare_exact
 from harness.differential.compare.numbers import Locate, compare
 from harness.differential.compare.outcome import Comparison
-from harness.differential.compare.sequences import compare_exact, compare_tokens
 
-__all__ = ["Comparison", "Locate", "compare", "compare_exact", "compare_tokens"]
+__all__ = ["Comparison", "Locate", "compare", "compare_exact"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from harness.core.record import Quantity, Verdict
+from harness.core.record import Quantity, TokenCounts, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +20,7 @@ class Comparison:
         rows: number of rows.
         bad_rows: number of bad ones.
         message: one line; empty where nothing is wrong.
+        tokens: of a generated text.
     """
 
     quantity: str
@@ -30,6 +31,7 @@ class Comparison:
     rows: int = 0
     bad_rows: int = 0
     message: str = ""
+    tokens: TokenCounts = field(default_factory=TokenCounts)
 
     @property
     def passed(self) -> bool:

@@ -11,9 +11,9 @@ from fixtures.accept_lengths import (
     Judged,
     Load,
     Outcome,
+    along,
     asked,
     default_arms,
-    followed,
     judged,
     row,
     share,
@@ -23,6 +23,7 @@ from fixtures.pytest_plugin.goldens import PAIRS, load_prompt, prompts
 from harness.bench.arms import Arm, parse
 from harness.core.case import Dtype
 from harness.core.paths import MODELS
+from harness.core.record import TokenCounts
 from harness.core.tolerance import tie_margin
 from harness.oracle import FollowedText
 
@@ -31,12 +32,13 @@ TIE = tie_margin(Dtype.BF16)
 
 
 def text(prompt: int, steps: int, due: int = 2, ties: int = 0, wrong: str = "") -> Judged:
-    return Judged(prompt, tokens=4, steps=steps, due=due, ties=ties, wrong=wrong)
+    counts = TokenCounts(judged=5, tied=ties)
+    return Judged(prompt, counts, steps=steps, due=due, wrong=wrong)
 
 
 def test_the_oracle_along_its_own_golden_counts_as_that_does() -> None:
     due = load_prompt("gqa", 0)
-    found = followed("gqa", 3, (prompts("gqa")[0], due.token_ids))
+    found = along("gqa", 3, (prompts("gqa")[0], due.token_ids))
     assert len(found.accept_lengths) == len(due.accept_lengths)
     assert found.shortfalls == (0,) * len(due.token_ids)
 
@@ -46,14 +48,27 @@ def test_the_oracle_along_its_own_golden_counts_as_that_does() -> None:
     [
         ((0, 0, 0), 0, ""),
         ((0, 0.9 * TIE, 0.1 * TIE), 2, ""),
-        ((0.5 * TIE, 0, 4 * TIE), 1, "token 2 of prompt 7 is 9, expected 30, 0.18 RMS above it"),
+        ((0.5 * TIE, 0, 4 * TIE), 1, "item 2 is 9, expected 30, 0.18 RMS above it"),
     ],
 )
 def test_a_token_is_the_oracles_or_ties_with_it_or_is_wrong(
     shortfalls: tuple[float, ...], ties: int, wrong: str
 ) -> None:
-    due = FollowedText(shortfalls=shortfalls, best_ids=(10, 20, 30), accept_lengths=(1, 1))
-    assert judged(7, ((10, 5, 9), 3), due) == Judged(7, 2, 3, 2, ties, wrong)
+    due = FollowedText(
+        shortfalls=shortfalls, best_ids=(10, 20, 30), accept_lengths=(1, 1), step_shortfalls=(0, 0)
+    )
+    said = f"prompt 7: tokens: {wrong}; a tie is within 0.045" if wrong else ""
+    counts = TokenCounts(judged=3, tied=ties)
+    assert judged(7, ((10, 5, 9), 3), due) == Judged(7, counts, 3, 2, said)
+
+
+def test_a_token_without_judgement_is_counted() -> None:
+    due = FollowedText(
+        shortfalls=(0, 0), best_ids=(10, 5), accept_lengths=(1,), step_shortfalls=(0,)
+    )
+    found = judged(7, ((10, 5, 9), 3), due)
+    assert found.tokens == TokenCounts(judged=2, unjudged=1)
+    assert found.wrong.startswith("prompt 7: tokens: 2 judged, 0 tied, 1 unjudged of 3")
 
 
 @pytest.mark.parametrize(
@@ -61,17 +76,23 @@ def test_a_token_is_the_oracles_or_ties_with_it_or_is_wrong(
     [
         (
             [text(0, 2), text(1, 2, ties=3)],
-            ["2", "3 of 10", "2.000", "2.000", "100.00% (100.00% to 100.00%)"],
+            [
+                "2",
+                "10 judged, 3 tied, 0 unjudged",
+                "2.000",
+                "2.000",
+                "100.00% (100.00% to 100.00%)",
+            ],
             True,
         ),
         (
             [text(0, 4), text(1, 4)],
-            ["2", "0 of 10", "1.000", "2.000", "50.00% (50.00% to 50.00%)"],
+            ["2", "10 judged, 0 tied, 0 unjudged", "1.000", "2.000", "50.00% (50.00% to 50.00%)"],
             False,
         ),
         (
             [text(0, 1), text(1, 2, wrong="token 5 of prompt 1")],
-            ["2", "0 of 10; 1 wrong: token 5 of prompt 1", "2.667", "2.000"],
+            ["2", "10 judged, 0 tied, 0 unjudged; 1 wrong: token 5 of prompt 1", "2.667", "2.000"],
             False,
         ),
     ],
@@ -153,7 +174,7 @@ def test_the_command_ends_with_1_below_the_oracle(
     given = ["--arm", arm, "--prompts", "2", "--tokens", "24", "--times", "3"]
     assert accept_lengths.main([*given, "--concurrency", "32"]) == code
     said = capsys.readouterr()
-    assert ("token 0 of prompt 1" in said.err) is bool(code)
+    assert ("prompt 1: tokens: item 0 is" in said.err) is bool(code)
     assert " | 6 | " in said.err
 
 

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from harness.core.paths import ROOT
-from harness.core.record import Environment, Quantity, Record, Verdict
+from harness.core.record import Environment, Quantity, Record, TokenCounts, Verdict
 from harness.core.record_schema import record_schema
 
 PUBLISHED = json.loads((ROOT / "harness" / "core" / "record.schema.json").read_text())
@@ -25,6 +25,7 @@ RECORD = Record(
     quantities=(Quantity(name="logits", error=math.inf, allowed=1e-3, where="row 1"),),
     effects={"host_syncs": 0},
     accept_lengths=(2, 4),
+    tokens=TokenCounts(judged=7, tied=2, unjudged=1),
     seconds=0.5,
     environment=Environment(
         python="3.12", torch="2.x", platform="linux", processor="p", device="cpu"
@@ -52,6 +53,7 @@ def test_records_are_valid(verdict):
         ({"format": 2}, "1 was expected"),
         ({"effects": {"host_syncs": 0.5}}, "0.5 is not of type 'integer'"),
         ({"accept_lengths": [2, "4"]}, "'4' is not of type 'integer'"),
+        ({"tokens": {"judged": 7}}, "'tied' is a required property"),
         ({"quantities": [{"name": "logits"}]}, "'error' is a required property"),
         ({"surprise": 1}, "'surprise' was unexpected"),
         ({"seconds": "0.5"}, "'0.5' is not of type 'number'"),

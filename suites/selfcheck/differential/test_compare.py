@@ -7,7 +7,7 @@ import torch
 
 from harness.core.record import Quantity, Verdict
 from harness.core.tolerance import Budget
-from harness.differential.compare import compare, compare_exact, compare_tokens
+from harness.differential.compare import compare, compare_exact
 
 BUDGET = Budget(floor=0.01, why="by hand")
 EXPECTED = torch.tensor([[3.0, 4.0], [0.0, 10.0], [6.0, 8.0]], dtype=torch.float64)
@@ -129,41 +129,6 @@ def test_fp8_values_are_compared_as_numbers():
 
 def test_labels_that_run_out_do_not_hide_the_failure():
     assert judged(EXPECTED.float() * 1.1, locate=[]).where == "row 0"
-
-
-TIE = 0.05
-
-
-@pytest.mark.parametrize(
-    ("obtained", "margins", "verdict", "where"),
-    [
-        pytest.param([4, 5, 6], [1, 1, 1], Verdict.PASSED, "", id="equal"),
-        pytest.param([4, 9, 6], [1, 0.04, 1], Verdict.PASSED, "item 1", id="tie"),
-        pytest.param([4, 9, 9], [1, 0.04, 1], Verdict.PASSED, "item 1", id="parted-by-a-tie"),
-        pytest.param([4, 9, 6], [0.01, 1, 0.01], Verdict.WRONG_TOKENS, "item 1", id="no-tie-there"),
-        pytest.param([4, 9, 6], [1, 0.06, 1], Verdict.WRONG_TOKENS, "item 1", id="just-no-tie"),
-        pytest.param([4, 9, 6], [1, torch.nan, 1], Verdict.WRONG_TOKENS, "item 1", id="nan"),
-        pytest.param([4, 9, 6], [1], Verdict.WRONG_TOKENS, "item 1", id="no-margin-known"),
-        pytest.param([4, 5], [0, 0, 0], Verdict.WRONG_TOKENS, "item 2", id="short"),
-        pytest.param([4, 5, 6, 7], [0, 0, 0], Verdict.WRONG_TOKENS, "item 3", id="long"),
-        pytest.param([], [0, 0, 0], Verdict.WRONG_TOKENS, "item 0", id="nothing"),
-    ],
-)
-def test_tokens_are_equal_or_the_oracle_was_undecided(obtained, margins, verdict, where):
-    outcome = compare_tokens(obtained, [4, 5, 6], margins, TIE)
-    assert (outcome.verdict, outcome.where) == (verdict, where)
-    assert outcome.to_quantity().ratio <= 1 or not outcome.passed
-
-
-def test_a_tie_is_reported():
-    outcome = compare_tokens([4, 9], [4, 5], [1, 0.04], TIE)
-    assert outcome.message == (
-        "tokens: item 1 is 9, expected 5; margin 4.00e-02 is a tie: within 5.00e-02"
-    )
-    outcome = compare_tokens([2], [2, 1], [1, 1], TIE, "accept_lengths")
-    assert outcome.message == (
-        "accept_lengths: item 1 is the end, expected 1; margin inf is no tie: above 5.00e-02"
-    )
 
 
 def test_exact_data_tells_index_and_dtype():

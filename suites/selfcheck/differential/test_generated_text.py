@@ -1,89 +1,120 @@
-"""A text is judged up to a tie and not beyond, its rounds as far as the text agrees."""
+"""A text is judged token by token and step by step, and what is not judged is counted."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from fixtures.toys.tiny_engine import CONFIG, TinyPair
 from fixtures.toys.toy_engine import spec_config
-from harness.core.record import Verdict
-from harness.differential.generated_text import judge_text, transcribe
+from harness.core.case import Dtype
+from harness.core.record import TokenCounts, Verdict
+from harness.core.tolerance import tie_margin
+from harness.differential.generated_text import judge_text, judge_tokens, transcribe
 from harness.engine.models.loader import Pair
 from harness.engine.request import Generation
 from harness.engine.scheduler import Scheduler
 from harness.engines import EngineBuilder
 from harness.errors import CapacityError, UsageError
-from harness.oracle import OracleGeneration
+from harness.oracle import FollowedText
 from harness.subjects import SUBJECTS
 
-TIE, SURE, UNSURE = 0.01, 1.0, 0.005
+TIE = tie_margin(Dtype.BF16)
 # The prefill's token, then rounds of 3, 1 and 2 tokens.
-TOKENS, ROUNDS = (7, 1, 2, 3, 4, 5, 6), (3, 1, 2)
+TOKENS, BEST, ROUNDS = (7, 1, 2, 3, 4, 5, 6), (7, 1, 2, 3, 9, 5, 8), (3, 1, 2)
 
 
-def answer(unsure_token: int | None = None, unsure_round: int | None = None) -> OracleGeneration:
-    """The oracle's, sure of everything but what is named."""
-    return OracleGeneration(
-        token_ids=TOKENS,
-        accept_lengths=ROUNDS,
-        top_ids=None,  # type: ignore[arg-type]
-        top_logits=None,  # type: ignore[arg-type]
-        margins=tuple(UNSURE if i == unsure_token else SURE for i in range(len(TOKENS))),
-        step_margins=tuple(UNSURE if i == unsure_round else SURE for i in range(len(ROUNDS))),
+def along(
+    shortfalls: tuple[float, ...] = (0,) * 7, steps: tuple[float, ...] = (0,) * 3
+) -> FollowedText:
+    """The oracle along the text."""
+    return FollowedText(
+        shortfalls=shortfalls,
+        best_ids=BEST[: len(shortfalls)],
+        accept_lengths=(3, 2, 2),
+        step_shortfalls=steps,
     )
 
 
-def verdicts(
-    expected: OracleGeneration, tokens: tuple[int, ...] = TOKENS, rounds: tuple[int, ...] = ROUNDS
-) -> list[bool]:
-    """Whether tokens, accept lengths and their sum pass; the sum is made to fit."""
-    cut = 1 + sum(rounds) - len(tokens)
-    obtained = Generation(list(tokens), list(rounds), prefills=1, cut=cut)
-    return [comparison.passed for comparison in judge_text(obtained, expected, TIE)]
-
-
-def test_the_answer_itself_passes() -> None:
-    assert verdicts(answer()) == [True, True, True]
-
-
-def test_another_token_is_wrong_where_the_oracle_is_sure() -> None:
-    changed = (7, 1, 2, 3, 9, 5, 6)
-    assert verdicts(answer(), changed) == [False, True, True]
-    assert verdicts(answer(unsure_token=3), changed) == [False, True, True]
-    assert verdicts(answer(unsure_token=4), changed) == [True, True, True]
+def verdicts(expected: FollowedText, prefills: int = 1) -> list[bool]:
+    """Whether tokens, accept lengths and their sum pass."""
+    obtained = Generation(list(TOKENS), list(ROUNDS), prefills=prefills)
+    return [c.passed for c in judge_text(obtained, expected, Dtype.BF16, count=7)]
 
 
 @pytest.mark.parametrize(
-    ("at", "rounds", "passes"),
+    ("expected", "passes"),
     [
-        (4, (3, 2, 1), True),
-        (4, (2, 2, 2), False),
-        (1, (1, 1, 1), True),
-        (0, (1, 4, 1), True),
-        (6, (3, 1, 1, 1), True),
-        (6, (3, 2, 1), False),
+        pytest.param(along(), [True, True, True], id="own"),
+        pytest.param(along(shortfalls=(0, 0, 0, 0, TIE, 0, 0)), [True, True, True], id="tie"),
+        pytest.param(along(shortfalls=(0, 0, 0, 0, TIE, 0, 1)), [False, True, True], id="behind"),
+        pytest.param(along(shortfalls=(0, 0, 0, 0, 0, 0, math.nan)), [False, True, True], id="nan"),
+        pytest.param(along(steps=(0, TIE, 0)), [True, True, True], id="tied-step"),
+        pytest.param(along(steps=(TIE, 0, 1)), [True, False, True], id="step-behind-a-tie"),
     ],
 )
-def test_rounds_are_judged_until_the_texts_part(
-    at: int, rounds: tuple[int, ...], passes: bool
-) -> None:
-    changed = (*TOKENS[:at], 9, *TOKENS[at + 1 :])
-    assert verdicts(answer(unsure_token=at), changed, rounds) == [True, passes, True]
-
-
-def test_another_round_is_wrong_where_the_oracle_is_sure() -> None:
-    assert verdicts(answer(), rounds=(3, 2, 1)) == [True, False, True]
-    assert verdicts(answer(unsure_round=0), rounds=(3, 2, 1)) == [True, False, True]
-    assert verdicts(answer(unsure_round=1), rounds=(3, 2, 1)) == [True, True, True]
-    assert verdicts(answer(), rounds=(3, 1, 1)) == [True, False, True]
+def test_a_tie_ends_no_judgement(expected: FollowedText, passes: list[bool]) -> None:
+    assert verdicts(expected) == passes
 
 
 def test_tokens_that_no_round_emitted_are_reported() -> None:
-    obtained = Generation(list(TOKENS), list(ROUNDS), prefills=1, cut=1)
-    *_, total = judge_text(obtained, answer(), TIE)
+    obtained = Generation(list(TOKENS), list(ROUNDS), prefills=2)
+    *_, total = judge_text(obtained, along(), Dtype.BF16, count=7)
     assert total.verdict is Verdict.BROKEN_INVARIANT
+
+
+def test_messages_name_item_obtained_expected_and_shortfall() -> None:
+    expected = along(shortfalls=(0, 0, 0, 0, 0.04, 0, 0.2), steps=(0, 0.125, 0))
+    obtained = Generation(list(TOKENS), list(ROUNDS), prefills=1)
+    tokens, steps, _ = judge_text(obtained, expected, Dtype.BF16, count=7)
+    assert tokens.message == (
+        "tokens: item 6 is 6, expected 8, 0.2 RMS above it; a tie is within 0.045"
+    )
+    assert (tokens.verdict, tokens.where, tokens.bad_rows) == (Verdict.WRONG_TOKENS, "item 6", 1)
+    assert tokens.tokens == TokenCounts(judged=7, tied=1, unjudged=0)
+    assert steps.message == (
+        "accept_lengths: item 1 is 1, expected 2, 0.125 RMS above it; a tie is within 0.045"
+    )
+    tied = judge_tokens(TOKENS, along((0.04, 0, 0, 0, 0.03, 0, 0)), Dtype.BF16, count=7)
+    assert tied.message == "tokens: 2 of 7 tie with the oracle's choice"
+    assert (tied.error, tied.where, tied.to_quantity().ratio < 1) == (0.04, "item 0", True)
+
+
+@pytest.mark.parametrize(("count", "came"), [(8, "7 came, expected 8"), (6, "7 came, expected 6")])
+def test_a_text_has_as_many_tokens_as_were_asked_for(count: int, came: str) -> None:
+    found = judge_tokens(TOKENS, along(), Dtype.BF16, count)
+    assert (found.verdict, found.message) == (Verdict.WRONG_TOKENS, f"tokens: {came}")
+    assert found.to_quantity().ratio > 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "unjudged", "passes"),
+    [
+        (Dtype.FP32, 0, True),
+        (Dtype.FP32, 1, False),
+        (Dtype.BF16, 4, True),
+        (Dtype.BF16, 5, False),
+    ],
+)
+def test_tokens_without_judgement_are_counted_and_limited(
+    dtype: Dtype, unjudged: int, passes: bool
+) -> None:
+    known = 200 - unjudged
+    expected = replace(along(), shortfalls=(0,) * known, best_ids=(1,) * known)
+    found = judge_tokens([1] * 200, expected, dtype, count=200)
+    assert found.tokens == TokenCounts(judged=known, tied=0, unjudged=unjudged)
+    assert found.passed == passes
+    if not passes:
+        counts = f"{known} judged, 0 tied, {unjudged} unjudged of 200"
+        limit = {Dtype.FP32: "0%", Dtype.BF16: "2%"}[dtype]
+        assert found.message == f"tokens: {counts}, at most {limit} may be unjudged"
+
+
+def test_counts_add_up() -> None:
+    first, second = TokenCounts(judged=5, tied=2), TokenCounts(judged=3, tied=1, unjudged=4)
+    assert first + second == TokenCounts(judged=8, tied=3, unjudged=4)
 
 
 def test_a_failing_engine_becomes_a_line() -> None:

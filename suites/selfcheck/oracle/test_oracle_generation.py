@@ -3,67 +3,16 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from harness.oracle import follow, greedy, relative_margins, speculate
-
-VOCAB = 13
-PROMPT = [5, 2, 8]
-
-
-def successor(token: int) -> int:
-    """A cycle through all tokens but 0: 1, 2, 4, 8, 3, 6, 12 and so on."""
-    return token * 2 % VOCAB
-
-
-def rows(best: list[int], gap: float = 2.0) -> torch.Tensor:
-    """Logits whose best token is given; the second best is the one after it."""
-    logits = torch.zeros(len(best), VOCAB, dtype=torch.float64)
-    logits[range(len(best)), best] = 4.0
-    logits[range(len(best)), [(b + 1) % VOCAB for b in best]] = 4.0 - gap
-    return logits
-
-
-class ScriptedTarget:
-    """Says the successor; the hidden state of token t is (position, token)."""
-
-    def forward(self, token_ids):
-        """As ``Decoder.forward``."""
-        ids = token_ids.tolist()
-        hidden = torch.tensor([[t, token] for t, token in enumerate(ids)], dtype=torch.float64)
-        return hidden, rows([successor(token) for token in ids])
-
-
-class ScriptedDraft:
-    """Says the successor except at the given positions; checks what it is fed.
-
-    Row t gives (t + 1, -1): its stand-in for the state of token t + 1, distinct from a true one.
-    """
-
-    def __init__(self, wrong_at):
-        self.wrong_at = wrong_at
-        self.calls = []
-
-    def forward(self, token_ids, hidden):
-        """As ``Draft.forward``."""
-        ids = token_ids.tolist()
-        assert hidden[:, 0].tolist() == list(range(len(ids)))
-        own = [int(h) == -1 for h in hidden[:, 1]]
-        self.calls.append((len(ids), sum(own)))
-        assert own == sorted(own), "its own states come after the target's"
-        for t in range(len(ids) - sum(own)):
-            if t:
-                assert hidden[t, 1] == ids[t - 1], "hidden state t belongs to token t"
-        best = [successor(i) if t not in self.wrong_at else 0 for t, i in enumerate(ids)]
-        out = torch.tensor([[t + 1, -1] for t in range(len(ids))], dtype=torch.float64)
-        return out, rows(best, gap=1.0)
-
-
-def plain(count):
-    tokens = list(PROMPT)
-    for _ in range(count):
-        tokens.append(successor(tokens[-1]))
-    return tokens[len(PROMPT) :]
+from fixtures.fakes.scripted_oracle import (
+    PROMPT,
+    VOCAB,
+    ScriptedDraft,
+    ScriptedTarget,
+    plain,
+    rows,
+)
+from harness.oracle import greedy, relative_margins, speculate
 
 
 def test_greedy_follows_the_best_token():
@@ -103,52 +52,6 @@ def test_accept_lengths_by_hand(wrong_at, num_steps, num_draft_tokens, accepted)
     assert generation.top_ids[:, 0].tolist() == plain(12)
     assert generation.top_ids.shape == generation.top_logits.shape == (12, 8)
     assert generation.margins == pytest.approx([2.0 / (20 / VOCAB) ** 0.5] * 12)
-
-
-class TornTarget(ScriptedTarget):
-    """Prefers another token behind the sixth of a text, by ``gap``."""
-
-    def __init__(self, gap):
-        self.gap = gap
-
-    def forward(self, token_ids):
-        """As ``Decoder.forward``."""
-        hidden, logits = super().forward(token_ids)
-        if len(token_ids) > 5:
-            logits[5, 7] = logits[5].max() + self.gap
-        return hidden, logits
-
-
-@pytest.mark.parametrize(
-    ("wrong_at", "num_steps", "num_draft_tokens", "accepted"),
-    [
-        pytest.param((), 3, 4, [4, 4, 3], id="all-right-to-the-end-of-the-text"),
-        pytest.param((), 4, 3, [3, 3, 3, 2], id="chain-shorter-than-the-steps"),
-        pytest.param((4, 8), 3, 4, [3, 4, 4], id="third-wrong-and-a-bonus-position"),
-        pytest.param(range(99), 3, 4, [1] * 11, id="all-wrong"),
-    ],
-)
-def test_a_text_is_followed_as_it_was_generated(wrong_at, num_steps, num_draft_tokens, accepted):
-    given = {"num_steps": num_steps, "num_draft_tokens": num_draft_tokens}
-    draft = ScriptedDraft(wrong_at)
-    found = follow(ScriptedTarget(), draft, PROMPT, plain(12), **given)
-    assert list(found.accept_lengths) == accepted
-    assert found.shortfalls == (0,) * 12
-    assert list(found.best_ids) == plain(12)
-    own = speculate(ScriptedTarget(), ScriptedDraft(wrong_at), PROMPT, count=12, **given)
-    assert len(own.accept_lengths) == len(accepted)
-
-
-@pytest.mark.parametrize("gap", [0.25, 1.5])
-def test_a_token_that_is_not_the_best_falls_short_and_parts_nothing_behind_it(gap):
-    text = plain(12)
-    given = {"num_steps": 3, "num_draft_tokens": 4}
-    found = follow(TornTarget(gap), ScriptedDraft(()), PROMPT, text, **given)
-    rms = ((16 + 4 + (4 + gap) ** 2) / VOCAB) ** 0.5
-    # Row 5 of the sequence is behind its sixth token: the fourth of the text comes next.
-    assert found.shortfalls == pytest.approx([0] * 3 + [gap / rms] + [0] * 8)
-    assert found.best_ids == (*text[:3], 7, *text[4:])
-    assert found.accept_lengths == (4, 4, 3)
 
 
 def test_only_the_last_step_reaches_past_the_count():

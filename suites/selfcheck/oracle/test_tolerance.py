@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from harness.core.case import Dtype, KVDtype
-from harness.core.tolerance import BUDGETS, budget, tie_margin
+from harness.core.tolerance import BUDGETS, UNJUDGED_SHARES, budget, tie_margin, unjudged_share
 from harness.errors import UsageError
 
 QUANTITIES = ("hidden_states", "logits", "kv_cache")
@@ -39,6 +39,11 @@ def test_the_cache_alone_decides_the_floor_of_fp8():
 def test_a_tie_is_four_deviations_of_a_gap(dtype):
     deviation = 2 * budget("logits", dtype).floor * 2**0.5
     assert tie_margin(dtype) == pytest.approx(4 * deviation, rel=0.02)
+
+
+def test_no_token_of_a_float32_text_goes_unjudged_and_few_of_any():
+    assert UNJUDGED_SHARES.keys() == set(Dtype)
+    assert unjudged_share(Dtype.FP32) == 0 < unjudged_share(Dtype.BF16) <= 0.02
 
 
 def test_an_unknown_quantity_is_refused():
