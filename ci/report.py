@@ -113,6 +113,7 @@ def page(records: Sequence[Record]) -> str:
         matrix=summary.matrix(records),
         reasons=summary.reasons(records),
         histograms=histograms(records),
+        tokens=summary.tokens(records),
         effect_names=effect_names,
         effects=effect_rows,
         environments=[asdict(e) for e in dict.fromkeys(r.environment for r in records)],

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from harness.core.case import Execution, Mode
-from harness.core.record import Record, Verdict
+from harness.core.record import Record, TokenCounts, Verdict
 
 GroupKey = TypeVar("GroupKey", bound=Hashable)
 REFERENCE_KERNEL = "reference"
@@ -138,6 +138,11 @@ def accept_lengths(records: Iterable[Record]) -> dict[tuple[str, str, str], Coun
             pair = record.case.partition("/")[0]
             counts[pair, record.subject, record.execution].update(record.accept_lengths)
     return dict(sorted(counts.items()))
+
+
+def tokens(records: Iterable[Record]) -> TokenCounts:
+    """Of all generated texts."""
+    return sum((record.tokens for record in records), TokenCounts())
 
 
 def effects(

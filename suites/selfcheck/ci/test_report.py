@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ci import report, summary
 from fixtures.fakes.sample_records import ENVIRONMENT, compared, trial
-from harness.core.record import Record, Verdict, write_records
+from harness.core.record import Record, TokenCounts, Verdict, write_records
 
 GRAPH = {"execution": "graph"}
 RECORDS = [
@@ -31,8 +31,22 @@ RECORDS = [
     trial("one", Verdict.REFUSED, message="head_dim", planned=8, seconds=9.0, **GRAPH),
     trial("two", Verdict.REFUSED, message="head_dim", planned=8, **GRAPH),
     trial("two", Verdict.WAIVED, message="#7", planned=8, subject="other", **GRAPH),
-    trial("gqa/p1", mode="generate", accept_lengths=(3, 1, 3), planned=8, seconds=5.0),
-    trial("gqa/p2", mode="generate", accept_lengths=(4,), planned=8, seconds=5.0),
+    trial(
+        "gqa/p1",
+        mode="generate",
+        accept_lengths=(3, 1, 3),
+        planned=8,
+        seconds=5.0,
+        tokens=TokenCounts(judged=8, tied=1),
+    ),
+    trial(
+        "gqa/p2",
+        mode="generate",
+        accept_lengths=(4,),
+        planned=8,
+        seconds=5.0,
+        tokens=TokenCounts(judged=5, tied=2, unjudged=1),
+    ),
 ]
 SUBJECT = ("trtllm_mha/reference", "cpu")
 
@@ -88,6 +102,11 @@ def test_rate_counts_compared_trials_alone() -> None:
 def test_accept_lengths_gather_the_prompts_of_a_pair() -> None:
     key = ("gqa", "trtllm_mha/reference", "eager")
     assert summary.accept_lengths(RECORDS) == {key: Counter({3: 2, 1: 1, 4: 1})}
+
+
+def test_tokens_are_counted_over_all_texts() -> None:
+    assert summary.tokens(RECORDS) == TokenCounts(judged=13, tied=3, unjudged=1)
+    assert "13 judged, 3 tied, 1 unjudged" in report.page(RECORDS)
 
 
 def test_bars_keep_the_gap() -> None:
