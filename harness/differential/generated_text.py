@@ -98,7 +98,7 @@ def _choices(
     message = f"{quantity}: {tied} of {len(due)} tie with the oracle's choice" if tied else ""
     if wrong:
         what = f"{quantity}: item {at} is {obtained[at]}, expected {due[at]}"
-        message = f"{what}, {shortfalls[at]:.3g} RMS above it; a tie is within {tie:.3g}"
+        message = f"{what}; it falls short by {shortfalls[at]:.3g} RMS, a tie by {tie:.3g} at most"
     return Comparison(
         quantity=quantity,
         verdict=Verdict.WRONG_TOKENS if wrong else Verdict.PASSED,

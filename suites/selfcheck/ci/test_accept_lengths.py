@@ -48,7 +48,7 @@ def test_the_oracle_along_its_own_golden_counts_as_that_does() -> None:
     [
         ((0, 0, 0), 0, ""),
         ((0, 0.9 * TIE, 0.1 * TIE), 2, ""),
-        ((0.5 * TIE, 0, 4 * TIE), 1, "item 2 is 9, expected 30, 0.18 RMS above it"),
+        ((0.5 * TIE, 0, 4 * TIE), 1, "item 2 is 9, expected 30; it falls short by 0.18 RMS"),
     ],
 )
 def test_a_token_is_the_oracles_or_ties_with_it_or_is_wrong(
@@ -57,7 +57,7 @@ def test_a_token_is_the_oracles_or_ties_with_it_or_is_wrong(
     due = FollowedText(
         shortfalls=shortfalls, best_ids=(10, 20, 30), accept_lengths=(1, 1), step_shortfalls=(0, 0)
     )
-    said = f"prompt 7: tokens: {wrong}; a tie is within 0.045" if wrong else ""
+    said = f"prompt 7: tokens: {wrong}, a tie by 0.045 at most" if wrong else ""
     counts = TokenCounts(judged=3, tied=ties)
     assert judged(7, ((10, 5, 9), 3), due) == Judged(7, counts, 3, 2, said)
 

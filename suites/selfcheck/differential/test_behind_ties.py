@@ -17,6 +17,7 @@ from fixtures.pytest_plugin.goldens import load_prompt, prompts
 from fixtures.tables.workloads import WORKLOADS
 from harness.bench.arms import parse
 from harness.core.case import Dtype
+from harness.core.record import TokenCounts, Verdict
 from harness.core.tolerance import tie_margin
 from harness.differential.generated_text import judge_text
 from harness.engine.request import Generation
@@ -25,10 +26,12 @@ from harness.oracle import greedy, speculate
 from harness.server.client.sglang import Answer
 from harness.server.client.vllm import NOTHING
 from suites.server import test_tokens
+from suites.speculative import test_shipped_pairs
 
 pytestmark = pytest.mark.usefixtures("recorded")
 PAIR, TIE = "gqa", tie_margin(Dtype.BF16)
 NEXT, BEHIND = 1, 3
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Parted:
     def said(self) -> str:
         """Of the wrong token."""
         at = self.tied + BEHIND
-        return f"tokens: item {at} is {self.wrong[at]}, expected {self.due}"
+        return f"tokens: item {at} is {self.wrong[at]}, expected {self.due}; it falls short by "
 
 
 def continued(prompt: Sequence[int], *texts: Sequence[int]) -> tuple[int, ...]:
@@ -112,6 +115,18 @@ def test_the_engines_text() -> None:
     assert said.startswith(text.said)
 
 
+def test_the_record_of_an_engines_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, setup = parted(0), Setup(pair=PAIR, kernel="xqa", version=None)
+    blank = test_shipped_pairs.untried(setup, 0, CPU, "pytest")
+    for ids, verdict in ((text.right, Verdict.PASSED), (text.wrong, Verdict.WRONG_TOKENS)):
+        generation = Generation(list(ids), [1] * (shipped.NEW - 1), prefills=1)
+        run = shipped.Run([generation], hazards=(), lost_pages=0)
+        monkeypatch.setattr(shipped, "run", lambda setup, device, run=run: run)
+        record = test_shipped_pairs.trial(setup, 0, CPU, blank)
+        assert record.verdict is verdict
+        assert record.tokens == TokenCounts(judged=24, tied=1)
+
+
 def test_the_engines_rounds() -> None:
     text, setup = parted(0), Setup(pair=PAIR, kernel="xqa")
     own = followed(PAIR, 0, text.right).accept_lengths
@@ -126,7 +141,7 @@ def test_the_engines_rounds() -> None:
     at = max(range(first, len(lengths) - 1), key=lengths.__getitem__)
     split = (*lengths[:at], 1, lengths[at] - 1, *lengths[at + 1 :])
     [said] = reds(setup, text.right, split)
-    assert said.startswith(f"accept_lengths: item {at} is 1, expected {lengths[at]}, ")
+    assert said.startswith(f"accept_lengths: item {at} is 1, expected {lengths[at]}; ")
 
 
 def test_the_servers_answer() -> None:

@@ -70,12 +70,13 @@ def test_messages_name_item_obtained_expected_and_shortfall() -> None:
     obtained = Generation(list(TOKENS), list(ROUNDS), prefills=1)
     tokens, steps, _ = judge_text(obtained, expected, Dtype.BF16, count=7)
     assert tokens.message == (
-        "tokens: item 6 is 6, expected 8, 0.2 RMS above it; a tie is within 0.045"
+        "tokens: item 6 is 6, expected 8; it falls short by 0.2 RMS, a tie by 0.045 at most"
     )
     assert (tokens.verdict, tokens.where, tokens.bad_rows) == (Verdict.WRONG_TOKENS, "item 6", 1)
     assert tokens.tokens == TokenCounts(judged=7, tied=1, unjudged=0)
     assert steps.message == (
-        "accept_lengths: item 1 is 1, expected 2, 0.125 RMS above it; a tie is within 0.045"
+        "accept_lengths: item 1 is 1, expected 2; "
+        "it falls short by 0.125 RMS, a tie by 0.045 at most"
     )
     tied = judge_tokens(TOKENS, along((0.04, 0, 0, 0, 0.03, 0, 0)), Dtype.BF16, count=7)
     assert tied.message == "tokens: 2 of 7 tie with the oracle's choice"
