@@ -25,6 +25,7 @@ from harness.core.case import Dtype
 from harness.core.paths import MODELS
 from harness.core.record import TokenCounts
 from harness.core.tolerance import tie_margin
+from harness.errors import NotReady
 from harness.oracle import FollowedText
 
 ARM = parse("sglang:pair=gqa,backend=triton,num_steps=5,num_draft_tokens=6")
@@ -120,10 +121,51 @@ def test_answers_to_one_prompt_are_drawn_together() -> None:
     assert share(once * 4) == share(once)
 
 
-def test_a_server_that_does_not_start_shows_why() -> None:
-    cells, fine = row(ARM, [], "ValueError: no")
-    assert cells[:4] == ["gqa", "5", "triton", "ValueError: no"]
-    assert fine
+class Unreachable:
+    """A server that starts, ends or hangs, and answers nothing."""
+
+    url = "http://127.0.0.1:9"
+
+    def __init__(self, log: Path, said: str, alive: bool) -> None:
+        self.log, self.said, self.alive, self.stopped = log, said, alive, False
+
+    def wait_ready(self) -> None:
+        self.log.write_text("loading\n" + self.said)
+        if self.said:
+            raise NotReady("not ready after 300 s" if self.alive else "ended with 1")
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+@pytest.mark.parametrize(
+    ("said", "alive", "code", "told"),
+    [
+        ("ValueError: on SM100 alone", False, 0, "ValueError: on SM100 alone"),
+        ("capturing", True, 1, "NotReady: not ready after 300 s"),
+        ("", True, 1, "ServerError: http://127.0.0.1:9"),
+    ],
+)
+def test_a_server_that_ends_says_why_and_one_that_hangs_or_fails_to_answer_is_red(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    said: str,
+    alive: bool,
+    code: int,
+    told: str,
+) -> None:
+    started: list[Unreachable] = []
+
+    def start(_: Arm, log: Path) -> Unreachable:
+        started.append(Unreachable(log, said, alive))
+        return started[-1]
+
+    monkeypatch.setattr(Arm, "start", start)
+    arm = "sglang:pair=gqa,backend=triton"
+    assert accept_lengths.main(["--arm", arm, "--prompts", "2", "--logs", str(tmp_path)]) == code
+    assert f"gqa | 3 | triton | {told}" in capsys.readouterr().err
+    assert [server.stopped for server in started] == [True]
 
 
 @pytest.mark.parametrize(
