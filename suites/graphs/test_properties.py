@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, note, seed, settings
+from hypothesis import Phase, example, given, note, seed, settings
 from hypothesis import strategies as st
 
 from fixtures.drivers.mode_orders import STEPS, AllModes, cases_of, decoy, row
@@ -24,11 +24,18 @@ NAMES = (
     "trtllm_mla/flash_mla",
     "trtllm_mla/trtllm_gen",
 )
-EXAMPLES = settings(max_examples=15, deadline=None, database=None)
+EXAMPLES = settings(
+    max_examples=15,
+    deadline=None,
+    database=None,
+    phases=(Phase.explicit, Phase.generate, Phase.shrink),
+    report_multiple_bugs=False,
+)
+"""One failure, shrunk and not explained: an example takes a good part of a second."""
 MOST_REQUESTS, KV_HEADS = 12, (1, 2, 4)
 NAMED = {kind.__name__: kind for kind in (Dtype, Family, KVDtype, Layout)}
 BLOCK = 32
-"""Lengths are so many times this and a rest: into an integer above 100 Hypothesis mixes constants
+"""Lengths are so many times this and a rest: into an integer from 100 on Hypothesis mixes constants
 of whatever modules are imported, so that a seed would not draw the same in another run."""
 MOST_LONG = 4
 """Requests of a batch that may be long: what an example costs is their product."""
