@@ -121,6 +121,7 @@ def plan(
     return [
         Stage("differential", module("harness", "gpu", "--report", str(out), *DIFFERENTIAL_SUITES)),
         Stage("latency", module("harness", "latency", *latency)),
+        *_properties(config["properties"]["seconds"], out),
         *installs,
         Stage("server", _server(machine, bench, out, arms["candidate"]), serves),
         Stage("bench", measured, installed),
@@ -130,6 +131,20 @@ def plan(
 def module(name: str, *args: str) -> tuple[str, ...]:
     """``python -m name args`` with this Python."""
     return (sys.executable, "-m", name, *args)
+
+
+def _properties(seconds: float, out: Path) -> list[Stage]:
+    """Property tests on examples of this night; what takes no device runs on the CPU."""
+    budget = ("--property-seconds", str(seconds))
+    return [
+        Stage(
+            f"properties on {device}",
+            module(
+                "pytest", *budget, "--device", device, f"--junitxml={out}/properties-{device}.xml"
+            ),
+        )
+        for device in ("cpu", "cuda")
+    ]
 
 
 def _server(

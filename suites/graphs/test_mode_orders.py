@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from fixtures.drivers.mode_orders import STEPS, AllModes, Step, cases_of
+from fixtures.drivers.mode_orders import STEPS, AllModes, cases_of
+from fixtures.tables.past_examples import Step
 from harness.core.case import Case, Mode
 from harness.subjects import SUBJECTS
 

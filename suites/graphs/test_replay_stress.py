@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
+
 import pytest
 import torch
 
 from fixtures.drivers.replays import CAPTURED, Replays, differences
+from fixtures.tables.past_examples import PastExample
 from harness.core.case import Mode
 from harness.differential.forward import tensors
 from harness.subjects import GRAPH_MODES
@@ -25,21 +29,28 @@ LOOKED_AT = {"cpu": 3, "cuda": 25}
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("subject", SUBJECTS)
 @torch.no_grad()
-def test_replays_are_eager_forwards(subject: str, mode: Mode, device: torch.device) -> None:
-    replays = Replays(subject, mode, device)
-    before, held, buckets = replays.addresses(), [], set()
-    for index in range(REPLAYS[device.type]):
-        batch = replays.draw()
-        output = replays.runner.replay(batch)
-        buckets.add(replays.runner.bucket(batch.batch_size))
-        if index % LOOKED_AT[device.type] == 0:
-            assert replays.padding(batch) == []
-            held.append((output, {k: v.clone() for k, v in tensors(output).items()}))
-            assert replays.compare(index, batch, output) == []
-    assert buckets == set(CAPTURED)
-    assert replays.addresses() == before
-    for output, copies in held:
-        assert all(torch.equal(tensor, copies[k]) for k, tensor in tensors(output).items())
+def test_replays_are_eager_forwards(
+    subject: str,
+    mode: Mode,
+    device: torch.device,
+    seeds: Iterator[int],
+    past: list[PastExample],
+) -> None:
+    for seed in chain((known.example for known in past), seeds):
+        replays = Replays(subject, mode, device, seed=seed)
+        before, held, buckets = replays.addresses(), [], set()
+        for index in range(REPLAYS[device.type]):
+            batch = replays.draw()
+            output = replays.runner.replay(batch)
+            buckets.add(replays.runner.bucket(batch.batch_size))
+            if index % LOOKED_AT[device.type] == 0:
+                assert replays.padding(batch) == []
+                held.append((output, {k: v.clone() for k, v in tensors(output).items()}))
+                assert replays.compare(index, batch, output) == []
+        assert buckets == set(CAPTURED)
+        assert replays.addresses() == before
+        for output, copies in held:
+            assert all(torch.equal(tensor, copies[k]) for k, tensor in tensors(output).items())
 
 
 @torch.no_grad()

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
+from fixtures.tables.past_examples import PastExample
 from fixtures.toys.tiny_engine import TinyPair
 from harness.engine.request import Request
 from harness.engine.spec_config import SpecConfig, SpecVersion
 
-SPEC = SpecConfig(num_steps=3, num_draft_tokens=3, version=SpecVersion.V2)
+SPECS = tuple(
+    SpecConfig(num_steps=steps, num_draft_tokens=width, version=version)
+    for steps, width in ((3, 3), (1, 2), (4, 5))
+    for version in SpecVersion
+)
 PAGES = 10
 """One of the longest requests needs six of them, so that three at once do not fit."""
 STEM = (5, 9, 3, 11, 60, 2, 7, 40, 21)
@@ -26,15 +39,19 @@ def tiny() -> TinyPair:
 
 
 @cache
-def due(prompt: tuple[int, ...]) -> list[int]:
-    return list(tiny().expected([*prompt], SPEC).token_ids)
+def due(prompt: tuple[int, ...], spec: SpecConfig) -> list[int]:
+    return list(tiny().expected([*prompt], spec).token_ids)
 
 
 class Life(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.engine = tiny().engine(SPEC, prefix_cache=True, num_pages=1 + PAGES)
         self.requests: list[Request] = []
+
+    @initialize(spec=st.sampled_from(SPECS))
+    def start(self, spec: SpecConfig) -> None:
+        self.spec = spec
+        self.engine = tiny().engine(spec, prefix_cache=True, num_pages=1 + PAGES)
 
     @rule(prompt=st.sampled_from(PROMPTS), count=st.integers(1, 12))
     def submit(self, prompt: tuple[int, ...], count: int) -> None:
@@ -84,7 +101,7 @@ class Life(RuleBasedStateMachine):
     def every_text_is_the_oracles(self) -> None:
         for request in self.requests:
             ids = request.generation.token_ids
-            assert ids == due(tuple(request.prompt))[: len(ids)]
+            assert ids == due(tuple(request.prompt), self.spec)[: len(ids)]
 
     @torch.inference_mode()
     def teardown(self) -> None:
@@ -95,12 +112,17 @@ class Life(RuleBasedStateMachine):
         self.flush()
 
 
-TestLife = Life.TestCase
-TestLife.settings = settings(
+LIVES = settings(
     max_examples=15,
     stateful_step_count=25,
     deadline=None,
-    derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+
+
+def test_pages_have_one_owner_in_any_life(seeds: Iterator[int], past: list[PastExample]) -> None:
+    for known in past:
+        exec(known.example, dict(globals()))
+    for number in seeds:
+        run_state_machine_as_test(seed(number)(Life), settings=LIVES)

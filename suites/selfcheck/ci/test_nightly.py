@@ -22,6 +22,7 @@ from harness.core.paths import ROOT
 from harness.errors import UsageError
 
 CONFIG = machine.configuration()
+PROPERTIES = ("properties on cpu", "properties on cuda")
 PINS = {"reference": "sglang==0.5.14", "candidate": "sglang"}
 
 
@@ -101,7 +102,7 @@ def option(stage: Stage, name: str) -> str:
 def test_benchmark_compares_two_environments_with_controls(sm: str, backend: str) -> None:
     night = plan_of(sm)
     stage = night["bench"]
-    assert list(night)[:2] == ["differential", "latency"]
+    assert list(night)[:4] == ["differential", "latency", *PROPERTIES]
     assert list(night)[-2:] == ["server", "bench"]
     assert stage.needs == ("reference", "candidate")
     asked = bench_options(stage)
@@ -140,6 +141,16 @@ def test_suites_of_servers_ask_the_candidate() -> None:
     assert list(night).index("candidate") < list(night).index("server")
 
 
+def test_property_tests_have_a_budget_on_each_device() -> None:
+    night = plan_of()
+    for name in PROPERTIES:
+        stage, device = night[name], name.split()[-1]
+        assert float(option(stage, "--property-seconds")) >= 60
+        assert option(stage, "--device") == device
+        assert stage.argv[-1].endswith(f"out/properties-{device}.xml")
+        assert not stage.needs
+
+
 def test_another_backend_is_served_and_benchmarked() -> None:
     night = plan_of("9.0", backend="triton")
     assert option(night["server"], "--server-backend") == "triton"
@@ -159,7 +170,7 @@ def test_an_installed_python_needs_no_environment() -> None:
     assert not [name for name in night if name.startswith("reference")]
     assert night["bench"].needs == ("candidate",)
     both = plan_of(reference=sys.executable, candidate=sys.executable)
-    assert list(both) == ["differential", "latency", "server", "bench"]
+    assert list(both) == ["differential", "latency", *PROPERTIES, "server", "bench"]
     assert not any(stage.needs for stage in both.values())
     assert f"python={sys.executable}" in option(night["bench"], "--a")
 
@@ -176,7 +187,8 @@ def test_commands_of_stages_exist() -> None:
     assert paths
     assert all((ROOT / path).is_dir() for path in paths)
     assert [stage.argv[2] for stage in night.values() if stage.argv[1] == "-m"] == [
-        "harness", "harness", "venv", "pip", "pip", "venv", "pip", "pip", "pytest", "harness",
+        "harness", "harness", "pytest", "pytest",
+        "venv", "pip", "pip", "venv", "pip", "pip", "pytest", "harness",
     ]  # fmt: skip
 
 

@@ -21,6 +21,8 @@ from harness.core.record import Verdict, write_records
 STAGES = (
     "differential",
     "latency",
+    "properties on cpu",
+    "properties on cuda",
     "reference environment",
     "reference plugin",
     "reference",
@@ -87,7 +89,9 @@ def test_dry_run_shows_the_plan_and_starts_nothing(
     text = capsys.readouterr().out
     assert "planned for Blackwell 10.0: runs trtllm_gen" in text
     assert "sglang==0.5.13" in text
-    [bench] = [line for line in text.splitlines() if line.startswith("stage 10, bench: ")]
+    [bench] = [
+        line for line in text.splitlines() if line.startswith(f"stage {len(STAGES)}, bench: ")
+    ]
     assert bench.endswith(" --seconds 77")
     tail = text[text.index("not verified on Blackwell (10.0, 10.3): 3 trials") :].splitlines()
     assert tail[1:3] == ["  mha/gen: 2 trials", "  mla/gen: 1 trials"]
