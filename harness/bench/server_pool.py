@@ -27,6 +27,10 @@ class Server(Protocol):
     def pid(self) -> int | None:
         """Of its first process, None of one that was not started here."""
 
+    @property
+    def alive(self) -> bool:
+        """Whether that runs."""
+
     def wait_ready(self) -> float:
         """Seconds until it was ready."""
 
