@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fixtures.covering import rows
+from fixtures.covering import arrays, rows
 from fixtures.covering.arrays import STRENGTHS, load, path, text_of
 from fixtures.covering.counted import count
 from fixtures.covering.feasible import Feasibility
@@ -53,16 +55,17 @@ ID = (
 
 
 def test_a_case_is_what_its_values_say() -> None:
-    # Pages of 16 in (128, 257]: from 256 down by 80 and wrapping at 128, then beside their edge.
+    # 256 less 0, 5, 10 - 8, 15 - 8 and 20 - 16 pages of 16; 1 more, 1 less or on the edge; turned.
     assert case_of(VALUES) == Case(
         id=ID,
         family=Family.MHA,
         mode=Mode.DRAFT_EXTEND_V2,
-        prefix_lens=(208, 193, 257, 175, 224),
+        prefix_lens=(145, 191, 257, 175, 224),
         accept_lens=(2, 4, 1, 3, 5),
         num_draft_tokens=5,
         num_steps=4,
         page_size=16,
+        layout=Layout.CONTIGUOUS,
         num_q_heads=8,
         num_kv_heads=1,
         head_dim=128,
@@ -143,13 +146,38 @@ def test_lengths_are_ragged_around_the_edges_of_pages() -> None:
 
 
 def test_each_row_is_planned_once_on_its_kernel() -> None:
-    named = len(list(trials(covering=2))) - len(list(covering_trials(None, 2)))
     planned = [(c.id, s.name, e) for c, s, e in covering_trials(None, 2)]
-    assert len(set(planned)) == len(planned) == len(load(CPU, 2))
-    assert all(is_covering(name) for name, _, _ in planned)
-    more = [(c.id, s.name, e) for c, s, e in trials(covering=3)][named:]
-    assert set(planned) < set(more)
-    assert len(set(more)) == len(more)
+    wanted = [(case_of(row).id, row["kernel"], row["execution"]) for row in load(CPU, 2)]
+    assert [(name, s.partition("/")[2], e) for name, s, e in planned] == wanted
+    assert len(set(planned)) == len(planned)
+    everything = [(c.id, s.name, e) for c, s, e in trials()]
+    assert everything[-len(planned) :] == planned
+    assert not any(is_covering(name) for name, _, _ in everything[: -len(planned)])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(arrays, "FOLDER", tmp_path)
+    load.cache_clear()
+    yield tmp_path
+    load.cache_clear()
+
+
+def test_triples_are_planned_beside_pairs_and_not_twice(folder: Path) -> None:
+    (folder / "cpu-2.txt").write_text("kernel family page\nxqa mha 64\nxqa mha 16\n")
+    (folder / "cpu-3.txt").write_text("kernel family page\nxqa mha 16\ntrtllm_gen mha 16\n")
+    planned = [(c.id, s.name) for c, s, _ in covering_trials(None, 3)]
+    assert planned == [
+        ("mha-extend-with", "trtllm_mha/xqa"),
+        ("mha-extend-with-page_16", "trtllm_mha/xqa"),
+        ("mha-extend-with-page_16", "trtllm_mha/trtllm_gen"),
+    ]
+
+
+def test_rows_that_nobody_kept_are_refused(folder: Path) -> None:
+    (folder / "cpu-2.txt").write_text("kernel family\nxqa mha\n")
+    with pytest.raises(UsageError, match="'cpu-3' is not accepted; accepted: cpu-2"):
+        list(covering_trials(None, 3))
 
 
 def test_a_gpu_runs_rows_of_its_own_kernels_and_an_unknown_one_none() -> None:
