@@ -240,6 +240,9 @@ Limit = tuple[bool, str, object, object]
 def _limits(case: Case, capability: Capability) -> tuple[Limit, ...]:
     pages, group, q_len = capability.page_sizes, case.group_size, _decode_q_len(case)
     most, longest = capability.max_group_size, capability.max_q_len
+    window, longest_windowed = case.window_left, capability.max_window_q_len
+    fits = window < 0 or q_len <= longest_windowed
+    accepted = f"-1 where a request has more than {longest_windowed} query tokens"
     return (
         (case.family in capability.families, "family", case.family, capability.families),
         (not pages or case.page_size in pages, "page_size", case.page_size, pages),
@@ -247,19 +250,15 @@ def _limits(case: Case, capability: Capability) -> tuple[Limit, ...]:
         (case.kv_dtype in capability.kv_dtypes, "kv_dtype", case.kv_dtype, capability.kv_dtypes),
         (group <= most, "group_size", group, f"<= {most}"),
         (q_len <= longest, "q_len", q_len, f"<= {longest}"),
-    )
-
-
-def _mha_limits(case: Case, capability: Capability) -> tuple[Limit, ...]:
-    dims, window, longest = capability.head_dims, case.window_left, capability.max_window_q_len
-    fits = window < 0 or _decode_q_len(case) <= longest
-    accepted = f"-1 where a request has more than {longest} query tokens"
-    return (
-        (not dims or case.head_dim in dims, "head_dim", case.head_dim, dims),
         (window < 0 or capability.window, "window_left", window, "-1"),
         (fits, "window_left", window, accepted),
         (not case.sinks or capability.sinks, "sinks", case.sinks, "False"),
     )
+
+
+def _mha_limits(case: Case, capability: Capability) -> tuple[Limit, ...]:
+    dims = capability.head_dims
+    return ((not dims or case.head_dim in dims, "head_dim", case.head_dim, dims),)
 
 
 def _mla_limits(case: Case, capability: Capability) -> tuple[Limit, ...]:

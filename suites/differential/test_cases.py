@@ -16,7 +16,8 @@ from harness.subjects import Subject, custom_subjects
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     custom = metafunc.config.getoption("--kernel")
-    planned = trials(metafunc.config.getoption("--device"))
+    covering = metafunc.config.getoption("--covering")
+    planned = trials(metafunc.config.getoption("--device"), covering=covering)
     if custom is not None:
         planned = custom_trials(custom_subjects(custom))
     metafunc.parametrize(

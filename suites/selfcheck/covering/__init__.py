@@ -1,0 +1,1 @@
+"""Claims: covering rows, feasible combinations and coverage."""

@@ -1,0 +1,122 @@
+"""Coverage counts what records say ran, and looks up whether one combination did, and when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fixtures.coverage import main
+from fixtures.covering.arrays import load
+from fixtures.covering.counted import count, trials_of
+from fixtures.covering.feasible import Feasibility
+from fixtures.covering.rows import case_of
+from fixtures.fakes.sample_records import trial
+from fixtures.tables.axes import AXES, CPU
+from harness.core.record import Record, Verdict, write_records
+
+ROW = "mha-target_verify-with-page_128-width_16-batch_8-length_256-layout_shuffled"
+EDGE = "mha-target_verify-width_8"
+"""A named edge: pages of 32, three requests, 121 tokens at most."""
+XQA = {"subject": "trtllm_mha/xqa", "mode": "target_verify", "execution": "graph"}
+RECORDS = (
+    trial(ROW, **XQA, recorded="2026-11-22T07:30:00+00:00"),
+    trial(ROW, **XQA, verdict=Verdict.WRONG_NUMBERS, recorded="2026-11-23T07:30:00+00:00"),
+    trial(EDGE, **XQA, recorded="2026-11-21T07:30:00+00:00"),
+    trial(EDGE, **XQA | {"subject": "trtllm_mha/trtllm_gen"}, verdict=Verdict.REFUSED),
+    trial(EDGE, **XQA | {"subject": "trtllm_mha-context_kernel/xqa"}),
+    trial(EDGE, **XQA, device="cuda:0"),
+    trial("gqa/prompt0", **XQA),
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    write_records(tmp_path / "records.jsonl", RECORDS)
+    return str(tmp_path / "records.jsonl")
+
+
+def test_a_combination_that_ran_is_shown_with_its_trials(
+    path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([path, "page=128", "width=16"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told == [
+        "page=128 width=16: run by 2 trials",
+        f"  2026-11-23T07:30:00+00:00 wrong_numbers {ROW} trtllm_mha/xqa graph",
+        f"  2026-11-22T07:30:00+00:00 passed {ROW} trtllm_mha/xqa graph",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["width=8", "batch=2", "length=64"], "width=8 batch=2 length=64: run by 1 trials"),
+        (["kernel=trtllm_gen"], "kernel=trtllm_gen: not run; feasible"),
+        (["page=16"], "page=16: not run; feasible"),
+        (["mode=extend", "execution=graph"], "not run; not feasible: extend has no graph"),
+        (["--machine", "sm90", "page=128"], "page=128: not run; feasible"),
+        (["--machine", "sm90", "width=8"], "width=8: run by 1 trials"),
+    ],
+    ids=lambda words: "-".join(words) if isinstance(words, list) else "",
+)
+def test_a_look_up_counts_what_ran_there_on_our_backends(
+    path: str, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main([path, *words])
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.endswith(told)
+    assert code == ("not run" in told)
+
+
+def test_pairs_are_counted_as_run_missed_or_not_feasible(
+    path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Two rows of 18 values share all but page, width, batch, length and padding: 153 + 153 pairs,
+    # less the 78 of the other thirteen.
+    values = [row for _, row in trials_of(RECORDS, on_gpu=False)]
+    shared = values[0].items() & values[-1].items()
+    assert len(values) == 3
+    assert len(shared) == 13
+    counted = count(Feasibility(CPU), values, 2)
+    assert counted.run == 153 + 153 - 78
+    assert main([path]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == f"pairs: {counted.run} of {counted.feasible} feasible ones ran"
+    assert told[11] == f"  … and {len(counted.missed) - 10} more"
+
+
+def test_rows_of_the_array_cover_all_pairs_and_less_one_of_them_do_not() -> None:
+    kept = load(CPU, 2)
+    records = [_record(row) for row in kept]
+    rows = [values for _, values in trials_of(records, on_gpu=False)]
+    assert count(Feasibility(CPU), rows, 2).missed == ()
+    left_out = count(Feasibility(CPU), rows[1:], 2).missed
+    assert left_out
+    assert all((axis, kept[0][axis]) in kept[0].items() for pair in left_out for axis, _ in pair)
+
+
+def _record(row: dict[str, str | int]) -> Record:
+    case = case_of(row)
+    subject = f"trtllm_{case.family}/{row['kernel']}"
+    facts = {"family": str(case.family), "mode": str(case.mode)}
+    return trial(case.id, subject=subject, execution=str(row["execution"]), **facts)
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (["pge=128"], f"axis = 'pge' is not accepted; accepted: {', '.join(AXES)}"),
+        (["page=17"], "page = '17' is not accepted; accepted: 64, 16, 32, 128"),
+        (["nowhere.jsonl"], "records = 'nowhere.jsonl' is not accepted"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: list[str], cause: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert cause in told
