@@ -155,6 +155,12 @@ def test_each_row_is_planned_once_on_its_kernel() -> None:
     assert not any(is_covering(name) for name, _, _ in everything[: -len(planned)])
 
 
+@pytest.mark.parametrize(("covering", "many"), [(None, 0), (0, 0), (2, 63)])
+def test_a_gpu_runs_them_where_it_is_asked_to(covering: int | None, many: int) -> None:
+    rows = [case.id for case, _, _ in trials(gpu=(9, 0), covering=covering)]
+    assert sum(map(is_covering, rows)) == many
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(arrays, "FOLDER", tmp_path)
