@@ -9,9 +9,10 @@ import torch
 
 from fixtures.models import evaluate
 from fixtures.models.recipe import PAIRS
+from fixtures.pytest_plugin.goldens import oracle
 from harness.engine.models.checkpoint import read_tensors
 from harness.engine.models.loader import load_pair
-from harness.oracle import Decoder, Draft, speculate
+from harness.oracle import speculate
 
 MEGABYTE = 2**20
 PROMPTS = json.loads((evaluate.HERE / "prompts.json").read_text(encoding="utf-8"))
@@ -60,10 +61,7 @@ def test_accept_length_reaches_two_and_is_mixed(name, pair):
 @torch.inference_mode()
 def test_the_measured_accept_lengths_are_the_oracles(name, pair):
     prompt, count = min((p["token_ids"] for p in PROMPTS[name]), key=len), 10
-    folder = evaluate.HERE / name
-    target = Decoder(*read_tensors(folder / "target"))
-    draft = Draft(*read_tensors(folder / "draft"), target)
-    expected = speculate(target, draft, prompt, num_steps=3, num_draft_tokens=4, count=count)
+    expected = speculate(*oracle(name), prompt, num_steps=3, num_draft_tokens=4, count=count)
     text = evaluate.continuation(pair.target, prompt, count + 8)
     assert tuple(text[len(prompt) :][:count]) == expected.token_ids
     right = evaluate.accepted_by_row(pair, text)

@@ -12,8 +12,8 @@ import torch
 from fixtures.models import shipped
 from fixtures.models.shipped import Setup
 from fixtures.pytest_plugin.answers import check_answers
-from fixtures.pytest_plugin.followed import followed, oracle
-from fixtures.pytest_plugin.goldens import load_prompt, prompts
+from fixtures.pytest_plugin.followed import followed
+from fixtures.pytest_plugin.goldens import load_prompt, oracle, prompts
 from fixtures.tables.workloads import WORKLOADS
 from harness.bench.arms import parse
 from harness.core.case import Dtype

@@ -96,7 +96,7 @@ def test_a_failure_says_its_seed_and_the_command_that_repeats_it(run: Run) -> No
     text = result.stdout.str()
     smallest = re.search(r"^number = (\d+), ", text, re.M)
     [(found, node, again)] = re.findall(
-        r"Drawn from seed (\d+); again: pytest '(\S+)' --hypothesis-seed (\d+)$", text, re.M
+        r"^E +Drawn from seed (\d+); again: pytest '(\S+)' --hypothesis-seed (\d+)$", text, re.M
     )
     assert smallest
     assert smallest[1] == "41"
