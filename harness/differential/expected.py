@@ -18,7 +18,7 @@ Attend = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
-class OracleAnswer:
+class Answer:
     """T query tokens, request after request; a multi-step draft has num_steps - 1 per request.
 
     Args:
@@ -41,8 +41,8 @@ class Expected:
         values: [L, T, kv heads, value dim] float64.
     """
 
-    oracle: OracleAnswer
-    reference: OracleAnswer
+    oracle: Answer
+    reference: Answer
     keys: torch.Tensor
     values: torch.Tensor
 
@@ -142,7 +142,7 @@ def _window(case: Case, layer: int) -> int:
 
 def _answer(
     inputs: TrialInputs, problems: list[DenseRows], attention: Attend, dtype: torch.dtype
-) -> OracleAnswer:
+) -> Answer:
     case, weights = inputs.case, inputs.weights
     hidden = [torch.empty(0, weights.hidden_size, dtype=dtype)]
     for rows in problems:
@@ -161,7 +161,7 @@ def _answer(
         hidden.append(torch.cat(outputs, -1))
     states = _with_incoming(torch.cat(hidden), inputs.tested, dtype)
     head = weights.lm_head.double() if dtype == torch.float64 else weights.lm_head
-    return OracleAnswer(hidden_states=states, logits=states.to(head.dtype) @ head)
+    return Answer(hidden_states=states, logits=states.to(head.dtype) @ head)
 
 
 def _with_incoming(attended: torch.Tensor, batch: BatchInputs, dtype: torch.dtype) -> torch.Tensor:
