@@ -70,7 +70,7 @@ def judge(
         comparisons += judge_by_golden(
             golden,
             obtained,
-            expected.reference,
+            expected.rounding,
             fed,
             _budgets(case, factor),
             _rows(batch),

@@ -40,29 +40,23 @@ def _signs(width: int) -> torch.Tensor:
     return (bits.double() * 2 - 1).view(width, PROJECTED) / PROJECTED**0.5
 
 
-def kept(answer: Answer, fed_tokens: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """The tensors of a row's golden.
-
-    Args:
-        answer: the oracle's.
-        fed_tokens: [bs, steps] int64, what a multi-step draft fed itself; None elsewhere.
+def kept(answer: Answer) -> dict[str, torch.Tensor]:
+    """The tensors of a row's golden, from the oracle's answer.
 
     Returns:
         ``logits``: [T, vocab] float32.
         ``hidden_states``: [T, 16] float32, as ``project`` has them.
-        ``fed_tokens``: [bs, steps] int32, where there are some.
     """
-    tensors = {
+    return {
         "logits": answer.logits.float(),
         "hidden_states": project(answer.hidden_states).float(),
     }
-    return tensors if fed_tokens is None else tensors | {"fed_tokens": fed_tokens.int()}
 
 
 def judge_by_golden(
     golden: Golden,
     obtained: Answer,
-    reference: Answer,
+    rounding: Answer,
     fed_tokens: torch.Tensor | None,
     budgets: dict[str, Budget],
     locate: Sequence[str],
@@ -77,7 +71,7 @@ def judge_by_golden(
     Args:
         golden: of the row.
         obtained: from the subject.
-        reference: from the plain dense implementation.
+        rounding: what the plain dense implementation is off from the oracle today.
         fed_tokens: [bs, steps], what the subject's draft fed itself; None elsewhere.
         budgets: of both quantities, as the oracle judges them.
         locate: names of the T rows.
@@ -85,16 +79,18 @@ def judge_by_golden(
     """
     judged = torch.arange(len(golden.tensors["logits"]))
     if fed_tokens is not None:
-        same = (fed_tokens.cpu() == golden.tensors["fed_tokens"]).int().cumprod(-1)
+        chosen = golden.tensors["logits"].argmax(-1).view(fed_tokens.shape)
+        same = torch.ones_like(chosen)
+        same[:, 1:] = (fed_tokens.cpu()[:, 1:] == chosen[:, :-1]).cumprod(-1)
         judged = same.flatten().nonzero().flatten()
     named = [locate[i] for i in judged]
-    for name, own, plain in (
-        ("hidden_states", project(obtained.hidden_states), project(reference.hidden_states)),
-        ("logits", obtained.logits.detach().cpu().double(), reference.logits.double()),
+    for name, own, off in (
+        ("hidden_states", project(obtained.hidden_states), project(rounding.hidden_states)),
+        ("logits", obtained.logits.detach().cpu().double(), rounding.logits),
     ):
-        exact = golden.tensors[name].double()[judged]
+        exact, own = golden.tensors[name].double()[judged], own[judged]
         allowed = budgets[name].times(SLACK)
-        found = compare(f"golden.{name}", own[judged], exact, plain[judged], allowed, named)
+        found = compare(f"golden.{name}", own, exact, exact + off[judged], allowed, named)
         if not found.passed:
             said = (
                 "agrees: it has changed, or the golden has" if oracle_agrees else "refuses it too"

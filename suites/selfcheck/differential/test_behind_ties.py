@@ -60,7 +60,8 @@ def continued(prompt: Sequence[int], *texts: Sequence[int]) -> tuple[int, ...]:
 def parted(index: int) -> Parted:
     """Of a prompt, at the first tie of its golden."""
     golden, prompt = load_prompt(PAIR, index), prompts(PAIR)[index]
-    tied = next(i for i, margin in enumerate(golden.margins) if margin <= TIE)
+    _, margins = greedy(oracle(PAIR)[0], prompt, shipped.NEW)
+    tied = next(i for i, margin in enumerate(margins) if margin <= TIE)
     _, logits = oracle(PAIR)[0].forward(torch.tensor([*prompt, *golden.token_ids[:tied]]))
     second = int(logits[-1].topk(2).indices[NEXT])
     right = continued(prompt, golden.token_ids[:tied], [second])
