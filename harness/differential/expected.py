@@ -92,8 +92,7 @@ def expect(
     attend_plainly = partial(low_precision_attend, dtype=dtype, weights_dtype=weights_dtype)
     oracle = _answer(inputs, problems, attend, torch.float64)
     reference = _answer(inputs, rounded, attend_plainly, dtype)
-    same = problems is plain
-    unrounded = oracle if same else _answer(inputs, plain, attend, torch.float64)
+    unrounded = oracle if problems is plain else _answer(inputs, plain, attend, torch.float64)
     empty = [_tail(_problem_of_nothing(inputs, case), 0)]
     return Expected(
         oracle=oracle,
