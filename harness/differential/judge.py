@@ -155,10 +155,7 @@ def _wrong_writes(result: ForwardResult) -> list[str]:
     full = {slot for own in inputs.tested.new_slots for slot in own}
     swa = set() if inputs.swa_page_of is None else set(inputs.swa_slots(sorted(full)))
     written = {name: swa if name.startswith("swa.") else full for name in result.before}
-    after = result.pool_state.copies()
-    for name, buffer in after.items():
-        buffer[:page_size] = result.before[name][:page_size]
-    return check_writes(result.before, after, written, page_size)
+    return check_writes(result.before, result.pool_state.buffers(), written, page_size)
 
 
 def _wrong_metadata(
