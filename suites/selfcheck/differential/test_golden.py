@@ -132,7 +132,7 @@ def recorded_as_if_meant(data):
         (
             "manifest.json",
             edit_manifest(lambda d: d.update(format=0)),
-            r"manifest\.json has format 0, expected 1",
+            r"manifest\.json has format 0, expected 2",
         ),
         (
             "manifest.json",
