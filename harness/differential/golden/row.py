@@ -29,7 +29,8 @@ def project(hidden_states: torch.Tensor) -> torch.Tensor:
     (Achlioptas 2003). The signs depend on the width alone.
     """
     rows = hidden_states.detach().cpu().double()
-    return rows @ _signs(rows.shape[-1])
+    sums: torch.Tensor = rows @ _signs(rows.shape[-1])
+    return sums
 
 
 @cache
