@@ -29,8 +29,7 @@ def project(hidden_states: torch.Tensor) -> torch.Tensor:
     (Achlioptas 2003). The signs depend on the width alone.
     """
     rows = hidden_states.detach().cpu().double()
-    sums: torch.Tensor = rows @ _signs(rows.shape[-1])
-    return sums
+    return rows @ _signs(rows.shape[-1])
 
 
 @cache
@@ -38,7 +37,8 @@ def _signs(width: int) -> torch.Tensor:
     drawn = hashlib.shake_256(b"specgate golden").digest(width * PROJECTED // 8)
     octets = torch.frombuffer(bytearray(drawn), dtype=torch.uint8)
     bits = (octets[:, None] >> torch.arange(8)) & 1
-    return (bits.double() * 2 - 1).view(width, PROJECTED) / PROJECTED**0.5
+    signs: torch.Tensor = (bits.double() * 2 - 1).view(width, PROJECTED)
+    return signs / PROJECTED**0.5
 
 
 def kept(answer: Answer) -> dict[str, torch.Tensor]:
