@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -38,7 +39,7 @@ def _signs(width: int) -> torch.Tensor:
     octets = torch.frombuffer(bytearray(drawn), dtype=torch.uint8)
     bits = (octets[:, None] >> torch.arange(8)) & 1
     signs: torch.Tensor = (bits.double() * 2 - 1).view(width, PROJECTED)
-    return signs / PROJECTED**0.5
+    return signs / math.sqrt(PROJECTED)
 
 
 def kept(answer: Answer) -> dict[str, torch.Tensor]:
