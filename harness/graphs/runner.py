@@ -8,6 +8,7 @@ rebinds it; *pad* returns the stale tail to its declared value first.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -55,6 +56,7 @@ class GraphRunner(ABC, Generic[Output, Backend]):
         modes: the phases this kind of runner serves.
         graphs: the captured graph of each bucket.
         captured_outputs: what each capture returned; replays write here.
+        replays: how often each bucket's graph ran.
 
     Raises:
         UsageError: no batch size to capture, one that is not positive or comes twice, a mode of
@@ -95,6 +97,7 @@ class GraphRunner(ABC, Generic[Output, Backend]):
         self.device, self.after_metadata = torch.device(device), after_metadata
         self.graphs: dict[int, Graph] = {}
         self.captured_outputs: dict[int, Output] = {}
+        self.replays: Counter[int] = Counter()
         self._batches: dict[int, ForwardBatch] = {}
         self._prepared: tuple[Extent, dict[str, int]] | None = None
         self.inputs = StaticInputs(self.fields(), self._full(self.capture_bs[-1]), self.device)
@@ -278,6 +281,7 @@ class GraphRunner(ABC, Generic[Output, Backend]):
         self._prepared = None
         self.inputs.copy(batch, extent, filled_after_draft=True)
         self.graphs[extent.bucket].replay()
+        self.replays[extent.bucket] += 1
         return self.trim(self.captured_outputs[extent.bucket], extent)
 
     def padding(self, batch: ForwardBatch) -> dict[str, torch.Tensor]:
