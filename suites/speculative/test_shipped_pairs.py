@@ -130,7 +130,7 @@ def test_every_captured_graph_is_replayed(setup: Setup, device: torch.device) ->
     assert replays.keys() == {"TargetVerifyRunner", *(OF_A_DRAFT if setup.version else ())}
     # A round drafts once, verifies once and extends once.
     [rounds] = set(replays.values())
-    assert rounds >= shipped.NEW // (shipped.NUM_DRAFT_TOKENS if setup.version else 1)
+    assert rounds >= (shipped.NEW - 1) // (shipped.NUM_DRAFT_TOKENS if setup.version else 1)
 
 
 @pytest.mark.parametrize("setup", FLOAT32, ids=lambda setup: setup.id)
