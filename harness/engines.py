@@ -29,6 +29,7 @@ from harness.errors import UsageError, rejected
 from harness.graphs.draft_runner import DraftRunner
 from harness.graphs.factory import new_graph
 from harness.graphs.graph import GraphFactory
+from harness.graphs.runner import GraphRunner
 from harness.graphs.target_verify_runner import TargetVerifyRunner
 from harness.kernels.registry import new_kernel
 from harness.subjects import PagedSubject
@@ -66,6 +67,9 @@ class EngineBuilder:
         config: its sizes.
         graph: makes the graphs, by default those of the pair's device.
 
+    Attributes:
+        runners: those that captured graphs, by the names of their classes.
+
     Raises:
         UsageError: the pair is of another attention family than the subject.
     """
@@ -84,6 +88,7 @@ class EngineBuilder:
         self._pair, self._subject, self._config = pair, subject, config
         self._device, self._dtype = pair.target.lm_head.device, pair.target.lm_head.dtype
         self._spec_config, self._graph = spec_config, graph or new_graph(self._device)
+        self.runners: dict[str, GraphRunner[Any, Any]] = {}
         headroom = 1
         if spec_config is not None:
             headroom = max(spec_config.num_draft_tokens, spec_config.num_steps)
@@ -211,6 +216,7 @@ class EngineBuilder:
             device=self._device,
         )
         runner.capture()
+        self.runners[type(runner).__name__] = runner
         return GraphPhase(phase, runner)
 
     def _pool(self, model: DecoderModel) -> KVPool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ GENERATED = "trtllm_gen"
 HOPPER = {Family.MHA: "xqa", Family.MLA: "flash_mla"}
 PREFIX = "specgate"
 """Names of our backends in a server begin with it."""
+CONVENTIONS = replace(OURS, waits=True, context_modes=None)
+"""What sglang itself does around a forward is not ours to watch."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def plugin_subjects(
             name=f"sglang-{label}/{PREFIX}_{family}/{kernel}",
             family=family,
             kernel=kernel,
-            conventions=OURS,
+            conventions=CONVENTIONS,
             release=release,
             source=source,
             classes=PluginClasses(f"{PREFIX}_{family}", "", "", "", takes_rope=takes_rope),

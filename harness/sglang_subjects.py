@@ -243,13 +243,19 @@ TRITON_ON_CUDA = replace(
 
 PACKED_MODES = frozenset({Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2})
 MHA_CONVENTIONS = Conventions(
-    zero_table_tail=False, shares_draft_table=False, freezes_host_numbers=False
+    zero_table_tail=False,
+    shares_draft_table=False,
+    freezes_host_numbers=False,
+    waits=True,
+    context_modes=None,
 )
 MLA_CONVENTIONS = Conventions(
     zero_table_tail=False,
     shares_draft_table=False,
     freezes_host_numbers=False,
     scales_mla_cache=False,
+    waits=True,
+    context_modes=None,
     lacks=frozenset({"cu_seqlens_q", "cu_seqlens_k", "max_seq_len_q"}),
 )
 

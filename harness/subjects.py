@@ -174,6 +174,7 @@ def _subject(name: str, of: Kind, **changes: Any) -> PagedSubject:
     return PagedSubject(name=name, family=family, kernel=name.split("/")[1], **fields)
 
 
+BY_CONTEXT = frozenset({Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2})
 BASELINES: tuple[tuple[str, Kind, tuple[str, ...], dict[str, Any]], ...] = (
     (
         "host_lengths",
@@ -181,6 +182,7 @@ BASELINES: tuple[tuple[str, Kind, tuple[str, ...], dict[str, Any]], ...] = (
         ("flash_mla", "trtllm_gen"),
         {
             "backend": HostLengthsMLABackend,
+            "conventions": Conventions(waits=True),
             "modes": frozenset({Mode.DECODE, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2}),
         },
     ),
@@ -199,7 +201,8 @@ BASELINES: tuple[tuple[str, Kind, tuple[str, ...], dict[str, Any]], ...] = (
         ("xqa", "trtllm_gen"),
         {
             "backend": ContextKernelMHABackend,
-            "modes": frozenset({Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2}),
+            "conventions": Conventions(context_modes=BY_CONTEXT),
+            "modes": BY_CONTEXT,
         },
     ),
     (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from harness.core.case import Mode
+
 
 @dataclass(frozen=True, kw_only=True)
 class Conventions:
@@ -18,6 +20,9 @@ class Conventions:
         freezes_host_numbers: whether a replay plans with the host numbers of its capture; otherwise
             it writes new ones, which no captured call reads.
         scales_mla_cache: whether MLA's latent is divided by k_scale before it is cached.
+        waits: whether a forward may make the host wait for its device.
+        context_modes: modes of uniform queries that go to a kernel's context entry and not to its
+            decode entry; None where the backend's authors chose.
     """
 
     zero_table_tail: bool = True
@@ -25,6 +30,8 @@ class Conventions:
     lacks: frozenset[str] = frozenset()
     freezes_host_numbers: bool = True
     scales_mla_cache: bool = True
+    waits: bool = False
+    context_modes: frozenset[Mode] | None = frozenset()
 
 
 OURS = Conventions()

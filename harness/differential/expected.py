@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,7 +18,7 @@ Attend = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
-class OracleAnswer:
+class Answer:
     """T query tokens, request after request; a multi-step draft has num_steps - 1 per request.
 
     Args:
@@ -37,14 +37,25 @@ class Expected:
     Args:
         oracle: float64.
         reference: the same at the case's dtype; its error is the measure of the budget.
+        unrounded: the oracle's, were nothing rounded but the cache: what goldens keep.
         keys: [L, T, kv heads, qk dim] float64, contents of the cache after dequantization.
         values: [L, T, kv heads, value dim] float64.
     """
 
-    oracle: OracleAnswer
-    reference: OracleAnswer
+    oracle: Answer
+    reference: Answer
+    unrounded: Answer
     keys: torch.Tensor
     values: torch.Tensor
+
+    @property
+    def rounding(self) -> Answer:
+        """What the plain implementation is off from the oracle of the unrounded problem."""
+        plain, exact = self.reference, self.unrounded
+        return Answer(
+            hidden_states=plain.hidden_states.double() - exact.hidden_states,
+            logits=plain.logits.double() - exact.logits,
+        )
 
 
 def expect(
@@ -64,11 +75,11 @@ def expect(
         execution: of the forward.
     """
     case = inputs.case
-    rounds_query = case.mode in numerics.rounds_query
-    rounded = problems = [_problem(inputs, i, fed_tokens, rounds_query) for i in range(case.bs)]
-    if case.mode in numerics.scales_query:
-        problems = [_problem(inputs, i, fed_tokens, False) for i in range(case.bs)]
-    new = [_tail(rows, n) for rows, n in zip(problems, case.q_lens, strict=True)]
+    plain = rounded = [_problem(inputs, i, fed_tokens) for i in range(case.bs)]
+    if case.mode in numerics.rounds_query and case.kv_dtype is KVDtype.FP8:
+        rounded = [replace(rows, q=quantize_dequantize(rows.q, 1.0)) for rows in plain]
+    problems = plain if case.mode in numerics.scales_query else rounded
+    new = [_tail(rows, n) for rows, n in zip(plain, case.q_lens, strict=True)]
     if (case.mode, execution) in numerics.attends_new_keys:
         exact = [_exact_rows(inputs, i) for i in range(case.bs)]
         rounded = problems = [
@@ -78,13 +89,15 @@ def expect(
     dtype = getattr(torch, case.dtype)
     rounds_weights = case.mode in numerics.rounds_weights and case.kv_dtype is KVDtype.FP8
     weights_dtype = torch.float8_e4m3fn if rounds_weights else dtype
-    plain = partial(low_precision_attend, dtype=dtype, weights_dtype=weights_dtype)
+    attend_plainly = partial(low_precision_attend, dtype=dtype, weights_dtype=weights_dtype)
     oracle = _answer(inputs, problems, attend, torch.float64)
-    reference = _answer(inputs, rounded, plain, dtype)
+    reference = _answer(inputs, rounded, attend_plainly, dtype)
+    unrounded = oracle if problems is plain else _answer(inputs, plain, attend, torch.float64)
     empty = [_tail(_problem_of_nothing(inputs, case), 0)]
     return Expected(
         oracle=oracle,
         reference=reference,
+        unrounded=unrounded,
         keys=torch.cat([k for k, _ in new or empty], 1),
         values=torch.cat([v for _, v in new or empty], 1),
     )
@@ -95,9 +108,7 @@ def _problem_of_nothing(inputs: TrialInputs, case: Case) -> DenseRows:
     return dense_rows(inputs.weights, case, nothing, nothing, queries=0)
 
 
-def _problem(
-    inputs: TrialInputs, i: int, fed_tokens: torch.Tensor | None, rounds_query: bool
-) -> DenseRows:
+def _problem(inputs: TrialInputs, i: int, fed_tokens: torch.Tensor | None) -> DenseRows:
     case = inputs.case
     rows = _exact_rows(inputs, i, fed_tokens)
     if case.kv_dtype is not KVDtype.FP8:
@@ -105,7 +116,7 @@ def _problem(
     # The latent of MLA is key and value at once, so it has the key's scale.
     v_scale = case.k_scale if case.family is Family.MLA else case.v_scale
     return DenseRows(
-        q=quantize_dequantize(rows.q, 1.0) if rounds_query else rows.q,
+        q=rows.q,
         k=quantize_dequantize(rows.k, case.k_scale),
         v=quantize_dequantize(rows.v, v_scale),
     )
@@ -142,7 +153,7 @@ def _window(case: Case, layer: int) -> int:
 
 def _answer(
     inputs: TrialInputs, problems: list[DenseRows], attention: Attend, dtype: torch.dtype
-) -> OracleAnswer:
+) -> Answer:
     case, weights = inputs.case, inputs.weights
     hidden = [torch.empty(0, weights.hidden_size, dtype=dtype)]
     for rows in problems:
@@ -161,7 +172,7 @@ def _answer(
         hidden.append(torch.cat(outputs, -1))
     states = _with_incoming(torch.cat(hidden), inputs.tested, dtype)
     head = weights.lm_head.double() if dtype == torch.float64 else weights.lm_head
-    return OracleAnswer(hidden_states=states, logits=states.to(head.dtype) @ head)
+    return Answer(hidden_states=states, logits=states.to(head.dtype) @ head)
 
 
 def _with_incoming(attended: torch.Tensor, batch: BatchInputs, dtype: torch.dtype) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,10 +12,17 @@ import torch
 from harness.core.case import Case, Execution, Mode
 from harness.differential.forward_batches import pad_batch
 from harness.differential.input_types import TrialInputs
-from harness.differential.invariants import check_frozen, check_padding, frozen
+from harness.differential.invariants import (
+    check_entries,
+    check_frozen,
+    check_padding,
+    check_waits,
+    frozen,
+)
 from harness.differential.pool_state import PoolState, make_pool_state
 from harness.differential.rig import ForwardOutput, Rig, build
 from harness.differential.scheduler_writes import SchedulerWrites
+from harness.graphs.effects import host_waits
 from harness.graphs.runner import GraphRunner
 from harness.subjects import Subject
 from harness.upstream.forward_batch_info import ForwardBatch
@@ -84,16 +93,20 @@ def _eager(rig: Rig) -> ForwardResult:
         batch = pad_batch(batch, case.padded_rows, width)
     if case.pads_before_plan:
         planned = planned.with_changes(batch_size=batch.batch_size)
-    rig.backend.init_forward_metadata(planned)
+    with _watched(rig) as waits:
+        rig.backend.init_forward_metadata(planned)
     _remap(pool_state)
     if case.mode is Mode.EXTEND:
         ends = rig.planners[0].resolve_prefill_shared_read_ends(
             planned, num_qo_tokens=planned.input_ids.shape[0]
         )
         SchedulerWrites(rig, ends).after_plan()
-    output = rig.forward(batch)
+    with _watched(rig) as waits_of_the_forward:
+        output = rig.forward(batch)
     rows = case.bs if case.mode is Mode.MULTI_STEP_DRAFT else case.num_tokens
-    violations = [
+    violations = check_waits((*waits, *waits_of_the_forward))
+    violations += check_entries(calls(rig), case, rig.subject.conventions)
+    violations += [
         f"{name}: row {rows + i} of DP padding is not finite [padding]"
         for name, tensor in tensors(output).items()
         for i in (~tensor[rows:].flatten(1).isfinite().all(1)).nonzero().flatten().tolist()[:1]
@@ -115,14 +128,18 @@ def _replayed(rig: Rig) -> ForwardResult:
     capture_bs = tuple(decoy.case.bs for decoy in decoys)
     scheduler = SchedulerWrites(rig)
     runner = rig.capture(capture_bs, after_metadata=scheduler.after_metadata)
+    conventions = rig.subject.conventions
+    violations = check_entries(calls(rig), rig.case, conventions, captured=len(decoys))
     for decoy in decoys:
         runner.replay(rig.batch_of(decoy))
     # The last decoy is in the case's bucket, so its plan is the one that must not move.
-    numbers = rig.subject.conventions.freezes_host_numbers
+    numbers = conventions.freezes_host_numbers
     decoy_plans = [frozen(plan, numbers) for plan in rig.plans]
     before = pool_state.copies()
-    output = scheduler.replay(runner, rig.batch)
-    violations = check_static_inputs(runner, rig.batch)
+    with _watched(rig) as waits:
+        output = scheduler.replay(runner, rig.batch)
+    violations += check_waits(waits)
+    violations += check_static_inputs(runner, rig.batch)
     for plan, old in zip(rig.plans, decoy_plans, strict=True):
         violations += check_frozen(old, frozen(plan, numbers))
     plans = tuple(snapshot(plan) for plan in rig.plans)
@@ -135,6 +152,25 @@ def _replayed(rig: Rig) -> ForwardResult:
             violations.append(f"{name} of a replay changed in the next one [lifetime]")
     pool_state.restore(after)
     return ForwardResult(pool_state, before, output, plans, min(capture_bs), tuple(violations))
+
+
+@contextmanager
+def _watched(rig: Rig) -> Iterator[Sequence[str]]:
+    """Where the host waits inside the ``with``; nowhere where it may, or on a GPU.
+
+    There it waits for real, and what ``torch`` tells of it costs more than the trial.
+    """
+    if rig.subject.conventions.waits or rig.pool_state.device.type != "cpu":
+        yield ()
+        return
+    mirror = rig.batch.seq_lens_cpu
+    with host_waits([] if mirror is None else [mirror]) as waits:
+        yield waits
+
+
+def calls(rig: Rig) -> list[str]:
+    """Entries of the kernel that were called so far; a backend of sglang's has another kernel."""
+    return list(getattr(rig.kernel, "calls", ()))
 
 
 def snapshot(plan: Any) -> Any:

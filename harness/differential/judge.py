@@ -10,10 +10,11 @@ from harness.core.case import Case, Execution, Family, Mode
 from harness.core.conventions import OURS, Conventions
 from harness.core.numerics import Numerics
 from harness.core.record import Verdict
-from harness.core.tolerance import budget, tie_margin
+from harness.core.tolerance import Budget, budget, tie_margin
 from harness.differential.compare import Comparison, compare
-from harness.differential.expected import Expected, expect
+from harness.differential.expected import Answer, Expected, expect
 from harness.differential.forward import ForwardResult
+from harness.differential.golden import Golden, judge_by_golden
 from harness.differential.input_types import BatchInputs
 from harness.differential.invariants import check_metadata, check_writes
 from harness.differential.invariants.memory import check_semaphores
@@ -24,6 +25,8 @@ from harness.upstream.forward_batch_info import DraftOutput, LogitsProcessorOutp
 # The graph takes a float32 softmax of logits that it also hands out. Against float64 it was off by
 # at most 8e-8 over 124 rows of each dtype; logits rounded to float16 first move it by up to 9e-5.
 TOPK_P_ERROR = 1e-6
+# An answer of another shape or dtype, or without numbers, cannot be compared with a golden.
+COMPARABLE = {Verdict.PASSED, Verdict.WRONG_NUMBERS}
 
 
 def judge(
@@ -32,6 +35,7 @@ def judge(
     numerics: Numerics,
     workspaces: Sequence[Workspace],
     conventions: Conventions = OURS,
+    golden: Golden | None = None,
 ) -> list[Comparison]:
     """Every comparison of a forward, invariants first: they name the cause.
 
@@ -41,6 +45,7 @@ def judge(
         numerics: of its kernel.
         workspaces: of its kernel; their semaphores must be clean.
         conventions: of its backend.
+        golden: of the row, where one is recorded.
     """
     inputs, case, batch = result.inputs, result.inputs.case, result.inputs.tested
     fed = None
@@ -49,7 +54,9 @@ def judge(
     expected = expect(inputs, fed_tokens=fed, numerics=numerics, execution=execution)
     violations = [*check_semaphores(workspaces), *_violations(result, execution, conventions)]
     comparisons = [_broken(line) for line in violations]
-    comparisons += _numbers(result, expected, numerics.budget(case.mode, execution))
+    obtained, factor = _answer(result), numerics.budget(case.mode, execution)
+    numbers = list(_numbers(obtained, expected, batch, factor))
+    comparisons += numbers
     comparisons += _cache(result.pool_state, expected)
     if isinstance(result.output, DraftOutput):
         tie = tie_margin(case.dtype)
@@ -59,6 +66,16 @@ def judge(
         comparisons.append(_draft_tokens(result.output, batch, expected, tie))
     elif execution is Execution.GRAPH and case.mode is Mode.DRAFT_EXTEND:
         comparisons.append(_topk(result.output, case, expected))
+    if golden is not None and {c.verdict for c in numbers} <= COMPARABLE:
+        comparisons += judge_by_golden(
+            golden,
+            obtained,
+            expected.rounding,
+            fed,
+            _budgets(case, factor),
+            _rows(batch),
+            oracle_agrees=all(comparison.passed for comparison in numbers),
+        )
     return comparisons
 
 
@@ -68,18 +85,26 @@ def _broken(line: str) -> Comparison:
     )
 
 
-def _numbers(result: ForwardResult, expected: Expected, factor: float) -> Iterable[Comparison]:
-    case, output = result.inputs.case, result.output
-    hidden, logits = output.hidden_states, output.next_token_logits
-    if isinstance(output, DraftOutput):
+def _answer(result: ForwardResult) -> Answer:
+    hidden, logits = result.output.hidden_states, result.output.next_token_logits
+    if isinstance(result.output, DraftOutput):
         hidden, logits = hidden.flatten(0, 1), logits.flatten(0, 1)
-    oracle, reference = expected.oracle, expected.reference
-    for name, obtained, exact, plain in (
-        ("hidden_states", hidden, oracle.hidden_states, reference.hidden_states),
-        ("logits", logits, oracle.logits, reference.logits),
-    ):
-        allowed = budget(name, case.dtype, case.kv_dtype).times(factor)
-        yield compare(name, obtained, exact, plain, allowed, _rows(result.inputs.tested))
+    return Answer(hidden_states=hidden, logits=logits)
+
+
+def _budgets(case: Case, factor: float) -> dict[str, Budget]:
+    names = ("hidden_states", "logits")
+    return {name: budget(name, case.dtype, case.kv_dtype).times(factor) for name in names}
+
+
+def _numbers(
+    obtained: Answer, expected: Expected, batch: BatchInputs, factor: float
+) -> Iterable[Comparison]:
+    for name, allowed in _budgets(batch.case, factor).items():
+        own, exact, plain = (
+            getattr(answer, name) for answer in (obtained, expected.oracle, expected.reference)
+        )
+        yield compare(name, own, exact, plain, allowed, _rows(batch))
 
 
 def _rows(batch: BatchInputs) -> list[str]:
@@ -130,10 +155,7 @@ def _wrong_writes(result: ForwardResult) -> list[str]:
     full = {slot for own in inputs.tested.new_slots for slot in own}
     swa = set() if inputs.swa_page_of is None else set(inputs.swa_slots(sorted(full)))
     written = {name: swa if name.startswith("swa.") else full for name in result.before}
-    after = result.pool_state.copies()
-    for name, buffer in after.items():
-        buffer[:page_size] = result.before[name][:page_size]
-    return check_writes(result.before, after, written, page_size)
+    return check_writes(result.before, result.pool_state.buffers(), written, page_size)
 
 
 def _wrong_metadata(

@@ -11,6 +11,7 @@ from harness.core.record import Record, Verdict
 from harness.differential.compare import Comparison
 from harness.differential.diagnose import explain
 from harness.differential.forward import decoys, run_forward
+from harness.differential.golden import Golden
 from harness.differential.inputs import make_trial_inputs
 from harness.differential.judge import judge
 from harness.errors import FAILURES, first_line
@@ -26,12 +27,23 @@ UNEXPLAINED = {
 
 
 def run_trial(
-    case: Case, subject: Subject, execution: Execution, device: torch.device | str = "cpu"
+    case: Case,
+    subject: Subject,
+    execution: Execution,
+    device: torch.device | str = "cpu",
+    golden: Golden | None = None,
 ) -> Record:
     """Refuse, or run and judge; none of ``errors.FAILURES`` escapes.
 
     The message of a red record names the broken invariant, or the wrong quantity with its place
     and the keys that were read instead of the expected ones.
+
+    Args:
+        case: the row.
+        subject: that runs it.
+        execution: eager or replayed.
+        device: it runs on.
+        golden: of the row, where one is recorded: a second judge beside the oracle.
     """
     started = time.perf_counter()
     reason = subject.refusal(case, execution, device)
@@ -47,6 +59,7 @@ def run_trial(
             subject.numerics(device),
             shared_workspaces(),
             subject.conventions,
+            golden,
         )
         bad = [comparison for comparison in comparisons if not comparison.passed]
         lines = [comparison.message for comparison in bad[:3]]

@@ -88,6 +88,40 @@ class HostTensors:
         return here
 
 
+class _Waits(DispatchMode):
+    """Finds the operations that make the host wait, and nothing else."""
+
+    def __init__(self, waits: list[str], calls: HostSyncCalls, host: HostTensors) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._waits, self._calls, self._host = waits, calls, host
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        inputs = list(tensors_in((args, tuple(kwargs.values()))))
+        here = self._host.follow(inputs, list(tensors_in(result)))
+        if not here and not self._calls.reporting and dispatched_read(func, args, kwargs):
+            self._waits.append(f"{func} at {caller_line()}")
+        return result
+
+
+@contextmanager
+def host_waits(host: Sequence[torch.Tensor] = ()) -> Iterator[list[str]]:
+    """``operation at file:line`` of each wait of the host inside the ``with``; on the CPU alone.
+
+    Args:
+        host: tensors of the host; reading these, and what follows from them, is no wait.
+    """
+    known, waits = HostTensors(host), list[str]()
+    calls = HostSyncCalls(
+        lambda name: waits.append(f"{name} at {caller_line()}"), known.__contains__
+    )
+    with calls, _Waits(waits, calls, known):
+        yield waits
+
+
 class _Observer(DispatchMode):
     def __init__(self, effects: Effects, calls: HostSyncCalls, host: HostTensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ rebinds it; *pad* returns the stale tail to its declared value first.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -55,6 +56,7 @@ class GraphRunner(ABC, Generic[Output, Backend]):
         modes: the phases this kind of runner serves.
         graphs: the captured graph of each bucket.
         captured_outputs: what each capture returned; replays write here.
+        replays: how often each bucket's graph ran.
 
     Raises:
         UsageError: no batch size to capture, one that is not positive or comes twice, a mode of
@@ -95,8 +97,9 @@ class GraphRunner(ABC, Generic[Output, Backend]):
         self.device, self.after_metadata = torch.device(device), after_metadata
         self.graphs: dict[int, Graph] = {}
         self.captured_outputs: dict[int, Output] = {}
+        self.replays: Counter[int] = Counter()
         self._batches: dict[int, ForwardBatch] = {}
-        self._prepared: Extent | None = None
+        self._prepared: tuple[Extent, dict[str, int]] | None = None
         self.inputs = StaticInputs(self.fields(), self._full(self.capture_bs[-1]), self.device)
 
     @abstractmethod
@@ -260,16 +263,25 @@ class GraphRunner(ABC, Generic[Output, Backend]):
         self.inputs.copy(batch, extent, filled_after_draft=False)
         planned = self._batches[extent.bucket].with_changes(**self.padded_cpu_lens(batch, extent))
         self.attn_backend.init_forward_metadata_out_graph(planned)
-        self._prepared = extent
+        self._prepared = extent, self.inputs.addresses(batch)
 
     def run(self, batch: ForwardBatch) -> Output:
-        """Fill what ``prepare`` could not know, replay, and copy the real rows out."""
+        """Fill what ``prepare`` could not know, replay, and copy the real rows out.
+
+        Raises:
+            ContractError: what was prepared is another batch: of another size, or of other tensors.
+        """
         extent = self._extent(batch)
-        if self._prepared != extent:
-            raise ContractError(f"run follows prepare of its batch; prepared: {self._prepared}")
+        if self._prepared is None or self._prepared[0] != extent:
+            known = None if self._prepared is None else self._prepared[0]
+            raise ContractError(f"run follows prepare of its batch; prepared: {known}")
+        given, known_at = self.inputs.addresses(batch), self._prepared[1]
+        if others := [name for name, at in known_at.items() if given.get(name) != at]:
+            raise ContractError(f"run follows prepare of its batch; prepared with other {others}")
         self._prepared = None
         self.inputs.copy(batch, extent, filled_after_draft=True)
         self.graphs[extent.bucket].replay()
+        self.replays[extent.bucket] += 1
         return self.trim(self.captured_outputs[extent.bucket], extent)
 
     def padding(self, batch: ForwardBatch) -> dict[str, torch.Tensor]:

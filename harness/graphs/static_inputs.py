@@ -32,7 +32,7 @@ class Field:
         rows: what a row belongs to; ANY is flat and as long as the batch's tensor.
         steps: outermost blocks, each padded by itself (a draft's step-major cache slots).
         width: shape of a row.
-        late: filled by ``run``, not by ``prepare``: unknown before the draft tokens are.
+        filled_after_draft: by ``run``, not by ``prepare``: unknown before the draft tokens are.
     """
 
     name: str
@@ -139,6 +139,12 @@ class StaticInputs:
         for buffer in self.by_name.values():
             if buffer.field.filled_after_draft is filled_after_draft:
                 buffer.copy(batch, extent)
+
+    def addresses(self, batch: ForwardBatch) -> dict[str, int]:
+        """Where the batch has what is copied before drafting, by name."""
+        early = (b.field for b in self.by_name.values() if not b.field.filled_after_draft)
+        sources = {field.name: field.read(batch) for field in early}
+        return {name: source.data_ptr() for name, source in sources.items() if source is not None}
 
     def changed(self) -> list[str]:
         """Names of buffers that do not hold their pad everywhere."""

@@ -1,6 +1,6 @@
 """The oracle: dense float64 from token ids, weights and histories; imports torch alone.
 
-``VERSION`` goes into the origin of every golden; raise it when an answer may change.
+``VERSION`` is part of the identity of every golden; raise it when an answer may change.
 """
 
 from __future__ import annotations

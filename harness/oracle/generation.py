@@ -9,8 +9,6 @@ import torch
 
 from harness.oracle.decoder import Decoder, Draft
 
-TOP_LOGITS = 8
-
 
 @dataclass(frozen=True, kw_only=True)
 class OracleGeneration:
@@ -20,19 +18,10 @@ class OracleGeneration:
         token_ids: emitted tokens, the one of the prefill first.
         accept_lengths: tokens of every verify step, bonus included, as accepted: those of the
             last step may reach past ``token_ids``, which is cut to the count asked for.
-        top_ids: [tokens, 8] int64, the best token ids at every emitted token.
-        top_logits: [tokens, 8] float64, their logits.
-        margins: of every emitted token, top-1 minus top-2 in units of the row's root mean square.
-        step_margins: of every verify step, the smallest such margin of any row, drafted or
-            verified, that its accept length depends on.
     """
 
     token_ids: tuple[int, ...]
     accept_lengths: tuple[int, ...]
-    top_ids: torch.Tensor
-    top_logits: torch.Tensor
-    margins: tuple[float, ...]
-    step_margins: tuple[float, ...]
 
 
 def relative_margins(logits: torch.Tensor) -> torch.Tensor:
@@ -76,39 +65,31 @@ def speculate(
         given, accepted = f"num_draft_tokens = {num_draft_tokens}", f"1 … {num_steps + 1}"
         raise ValueError(f"{given} is not accepted; accepted with {num_steps} steps: {accepted}")
     hidden, logits = target.forward(torch.tensor(prompt))
-    text, rows = [*prompt, int(logits[-1].argmax())], [logits[-1:]]
-    accept_lengths, step_margins = [], []
+    text, accept_lengths = [*prompt, int(logits[-1].argmax())], list[int]()
     while len(text) - len(prompt) < count and eos not in text[len(prompt) :]:
-        proposed, drafted = _propose(draft, text, hidden, num_steps)
-        chain = proposed[: num_draft_tokens - 1]
+        chain = _propose(draft, text, hidden, num_steps)[: num_draft_tokens - 1]
         hidden, logits = target.forward(torch.tensor(text + chain))
-        verified = logits[len(text) - 1 :]
-        best = verified.argmax(-1).tolist()
+        best = logits[len(text) - 1 :].argmax(-1).tolist()
         matches = _matches(chain, best)
         text += best[: matches + 1]
         hidden = hidden[: len(text) - 1]
-        rows.append(verified[: matches + 1])
         accept_lengths.append(matches + 1)
-        decisive = torch.cat((drafted[: matches + 1][: len(chain)], verified[: matches + 1]))
-        step_margins.append(float(relative_margins(decisive).min()))
-    return _generation(text[len(prompt) :], rows, accept_lengths, step_margins, count, eos)
+    emitted = text[len(prompt) :]
+    length = min([count, *(i + 1 for i, token in enumerate(emitted) if token == eos)])
+    return OracleGeneration(token_ids=tuple(emitted[:length]), accept_lengths=tuple(accept_lengths))
 
 
-def _propose(
-    draft: Draft, text: Sequence[int], hidden: torch.Tensor, num_steps: int
-) -> tuple[list[int], torch.Tensor]:
-    """``num_steps`` tokens after ``text`` and their logits [num_steps, vocab].
+def _propose(draft: Draft, text: Sequence[int], hidden: torch.Tensor, num_steps: int) -> list[int]:
+    """``num_steps`` tokens after ``text``.
 
     The draft reads the target's hidden states of the true tokens, then its own.
     """
     proposed: list[int] = []
-    rows = []
     for _ in range(num_steps):
         out, logits = draft.forward(torch.tensor([*text[1:], *proposed]), hidden)
         proposed.append(int(logits[-1].argmax()))
-        rows.append(logits[-1])
         hidden = torch.cat((hidden, out[-1:]))
-    return proposed, torch.stack(rows)
+    return proposed
 
 
 def _matches(chain: Sequence[int], best: Sequence[int]) -> int:
@@ -117,24 +98,3 @@ def _matches(chain: Sequence[int], best: Sequence[int]) -> int:
     while count < len(chain) and chain[count] == best[count]:
         count += 1
     return count
-
-
-def _generation(
-    emitted: list[int],
-    rows: list[torch.Tensor],
-    accept_lengths: list[int],
-    step_margins: list[float],
-    count: int,
-    eos: int | None,
-) -> OracleGeneration:
-    length = min([count, *(i + 1 for i, token in enumerate(emitted) if token == eos)])
-    logits = torch.cat(rows)[:length]
-    top = logits.topk(min(TOP_LOGITS, logits.shape[-1]), -1)
-    return OracleGeneration(
-        token_ids=tuple(emitted[:length]),
-        accept_lengths=tuple(accept_lengths),
-        top_ids=top.indices,
-        top_logits=top.values,
-        margins=tuple(relative_margins(logits).tolist()),
-        step_margins=tuple(step_margins),
-    )

@@ -1,4 +1,4 @@
-"""Every row agrees with the float64 oracle on every subject that can run it, eager and replayed."""
+"""Every row agrees with the float64 oracle and its golden on every subject that can run it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fixtures.plan import custom_trials, trials
+from fixtures.pytest_plugin.goldens import load_row
 from harness.core.case import Case, Execution
 from harness.core.record import Record, Verdict
 from harness.differential.trial import explanation, run_trial, untried
@@ -26,6 +27,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     )
 
 
+@pytest.mark.usefixtures("recorded")
 def test_case(
     case: Case,
     subject: Subject,
@@ -34,7 +36,7 @@ def test_case(
     record_trial: Callable[[Record], None],
 ) -> None:
     record_trial(untried(case, subject, execution, device))
-    record = run_trial(case, subject, execution, device)
+    record = run_trial(case, subject, execution, device, load_row(case))
     record_trial(record)
     if record.verdict is Verdict.REFUSED:
         pytest.skip(record.message)

@@ -125,6 +125,16 @@ def test_run_wants_its_own_prepare() -> None:
     runner.prepare(verify(1, 2))
     with pytest.raises(ContractError, match="run follows prepare"):
         runner.run(batch)
+    runner.prepare(verify(6, 9, 7))
+    with pytest.raises(ContractError, match=r"other \['req_pool_indices', 'seq_lens', "):
+        runner.run(batch)
+    runner.prepare(batch)
+    # Token ids and mask come with the draft, everything else as it was prepared.
+    drafted = batch.with_changes(input_ids=batch.input_ids.clone())
+    runner.run(drafted)
+    runner.prepare(batch)
+    with pytest.raises(ContractError, match=r"prepared with other \['seq_lens'\]"):
+        runner.run(drafted.with_changes(seq_lens=batch.seq_lens.clone()))
     runner.replay(batch)
     with pytest.raises(ContractError, match="run follows prepare"):
         runner.run(batch)

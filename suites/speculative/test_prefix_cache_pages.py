@@ -87,6 +87,19 @@ def test_the_least_recently_wanted_leaf_goes_first():
     assert allocator.available_pages == 5
 
 
+def test_a_prefix_that_was_wanted_again_outlives_one_that_was_not():
+    allocator = PagedAllocator(4, PAGE)
+    cache = PrefixCache(allocator)
+    first, second, third = ([start, *range(20, 24)] for start in (1, 2, 3))
+    for tokens in (first, second, third):
+        cache.insert(tokens, 5, allocator.alloc(1))
+    cache.release(cache.acquire(first))
+    for gone in (second, third, first):
+        cache.ensure_free(allocator.available_pages + 1)
+        assert cache.acquire(gone) == []
+    assert cache.pages == 0
+
+
 def test_nothing_is_evicted_for_room_that_cannot_be_made():
     allocator = PagedAllocator(6, PAGE)
     cache = PrefixCache(allocator)

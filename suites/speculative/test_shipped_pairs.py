@@ -19,6 +19,7 @@ from harness.differential.generated_text import judge_text
 from harness.engine.spec_config import SpecVersion
 
 EAGER, V1 = Execution.EAGER, SpecVersion.V1
+OF_A_DRAFT = ("DraftRunner", "DraftExtendRunner")
 SETUPS = {
     setup.id: setup
     for pair in FAMILIES
@@ -116,6 +117,20 @@ def test_every_page_comes_back_and_nothing_races(setup: Setup, device: torch.dev
     run = shipped.run(setup, device)
     assert run.lost_pages == 0
     assert run.hazards == ()
+
+
+@each_setup
+def test_every_captured_graph_is_replayed(setup: Setup, device: torch.device) -> None:
+    if reason := setup.refusal(device):
+        pytest.skip(reason)
+    replays = shipped.run(setup, device).replays
+    if setup.execution is EAGER:
+        assert replays == {}
+        return
+    assert replays.keys() == {"TargetVerifyRunner", *(OF_A_DRAFT if setup.version else ())}
+    # A round drafts once, verifies once and extends once.
+    [rounds] = set(replays.values())
+    assert rounds >= (shipped.NEW - 1) // (shipped.NUM_DRAFT_TOKENS if setup.version else 1)
 
 
 @pytest.mark.parametrize("setup", FLOAT32, ids=lambda setup: setup.id)

@@ -9,8 +9,8 @@ from harness.differential.golden.golden_entry import (
     Workflow,
     digest,
     digest_of_tensors,
-    summary,
 )
+from harness.differential.golden.row import judge_by_golden, kept, project
 from harness.differential.golden.store import GoldenStore
 
 __all__ = [
@@ -21,5 +21,7 @@ __all__ = [
     "Workflow",
     "digest",
     "digest_of_tensors",
-    "summary",
+    "judge_by_golden",
+    "kept",
+    "project",
 ]

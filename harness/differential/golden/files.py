@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from harness.errors import GoldenError
 
-GOLDEN_FORMAT = 1
+GOLDEN_FORMAT = 2
 MANIFEST = "manifest.json"
 SUFFIXES = ("safetensors", "json")
 

@@ -11,9 +11,6 @@ from typing import Any
 
 import torch
 
-ROWS_KEPT = 8
-COLUMNS_KEPT = 128
-
 
 class Workflow(StrEnum):
     """Treatment of goldens in a run; the values of ``--golden``."""
@@ -42,11 +39,13 @@ class Identity:
 
     Args:
         case: digest of the row, or of the prompt and its settings.
+        oracle: version of what answered.
         seed: of the drawn inputs.
         weights: digest of the weights.
     """
 
     case: str
+    oracle: int
     seed: int
     weights: str
 
@@ -59,7 +58,7 @@ class Golden:
         identity: of its inputs.
         tensors: name -> tensor.
         facts: name -> a JSON value.
-        origin: oracle version, torch, commit, command, date.
+        origin: torch, commit, command, date.
     """
 
     identity: Identity
@@ -94,24 +93,3 @@ def digest_of_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
         sha.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         sha.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
-
-
-def summary(logits: torch.Tensor, hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A few hundred numbers that stand for an answer of T query tokens.
-
-    Args:
-        logits: [T, vocab].
-        hidden_states: [T, hidden].
-
-    Returns:
-        ``rows``: [R] int32, at most 8 rows spread from the first to the last.
-        ``logits``: [R, at most 128] float32 of those rows.
-        ``norms``: [T] float32, the L2 norm of every hidden state.
-    """
-    count = min(ROWS_KEPT, len(logits))
-    rows = torch.linspace(0, max(0, len(logits) - 1), count).round().long()
-    return {
-        "rows": rows.int(),
-        "logits": logits[rows, :COLUMNS_KEPT].float().contiguous(),
-        "norms": hidden_states.double().norm(dim=-1).float(),
-    }

@@ -7,6 +7,7 @@ violation.
 
 from __future__ import annotations
 
+from harness.differential.invariants.effects import check_entries, check_waits
 from harness.differential.invariants.memory import (
     check_frozen,
     check_padding,
@@ -17,10 +18,12 @@ from harness.differential.invariants.memory import (
 from harness.differential.invariants.planning import check_metadata
 
 __all__ = [
+    "check_entries",
     "check_frozen",
     "check_metadata",
     "check_padding",
     "check_pool",
+    "check_waits",
     "check_writes",
     "frozen",
 ]

@@ -158,6 +158,9 @@ def test_workspaces_are_zeroed_once_and_shared_by_a_family(monkeypatch: pytest.M
     xqa, prefill = workspace.workspace("xqa", cpu), workspace.workspace("prefill", cpu)
     assert workspace.workspace("xqa", cpu) is xqa
     assert xqa.buffer.data_ptr() != prefill.buffer.data_ptr()
+    other = workspace.workspace("prefill", torch.device("cpu", 0))
+    assert other.buffer.data_ptr() != prefill.buffer.data_ptr()
+    assert other.name == "prefill on cpu:0"
     assert xqa.semaphores.numel() == 8 << 20
     assert xqa.scratch.data_ptr() == xqa.buffer.data_ptr() + (8 << 20)
     assert xqa.scratch.numel() + (8 << 20) == xqa.buffer.numel()

@@ -7,10 +7,11 @@ import pytest
 
 from fixtures import bench
 from fixtures.pytest_plugin.answers import PROMPTS, check_answers
-from fixtures.pytest_plugin.goldens import load_prompt, prompts
+from fixtures.pytest_plugin.goldens import ROUND, load_prompt, oracle, prompts
 from fixtures.tables.workloads import WORKLOADS
 from harness.bench.arms import parse
 from harness.errors import ContractError
+from harness.oracle import greedy
 from harness.server.client.vllm import NOTHING
 
 BATCH = WORKLOADS["smoke-bs2-in32-out32"]
@@ -57,7 +58,7 @@ def test_the_shortest_prompts_are_asked_as_many_at_a_time_as_the_workload(pair):
 @pytest.mark.parametrize("pair", ["gqa", "mla"])
 def test_one_wrong_token_is_named(pair):
     index = min(range(len(prompts(pair))), key=lambda i: len(prompts(pair)[i]))
-    margins = load_prompt(pair, index).margins
+    _, margins = greedy(oracle(pair)[0], prompts(pair)[index], ROUND["count"])
     place = max(range(len(margins)), key=margins.__getitem__)  # the oracle's surest
     client = Client(pair, wrong=prompts(pair)[index], place=place)
     with pytest.raises(ContractError, match=rf"prompt {index} of {pair}: tokens: item {place} is"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from harness.core.tolerance import tie_margin
 from harness.differential.generated_text import judge_text
 from harness.engine.request import Generation
 from harness.errors import ContractError
-from harness.oracle import greedy, speculate
+from harness.oracle import FollowedText, follow, greedy, speculate
 from harness.server.client.sglang import Answer
 from harness.server.client.vllm import NOTHING
 from suites.server import test_tokens
@@ -60,7 +61,8 @@ def continued(prompt: Sequence[int], *texts: Sequence[int]) -> tuple[int, ...]:
 def parted(index: int) -> Parted:
     """Of a prompt, at the first tie of its golden."""
     golden, prompt = load_prompt(PAIR, index), prompts(PAIR)[index]
-    tied = next(i for i, margin in enumerate(golden.margins) if margin <= TIE)
+    _, margins = greedy(oracle(PAIR)[0], prompt, shipped.NEW)
+    tied = next(i for i, margin in enumerate(margins) if margin <= TIE)
     _, logits = oracle(PAIR)[0].forward(torch.tensor([*prompt, *golden.token_ids[:tied]]))
     second = int(logits[-1].topk(2).indices[NEXT])
     right = continued(prompt, golden.token_ids[:tied], [second])
@@ -163,7 +165,12 @@ def test_the_benchmarks_check() -> None:
 def test_a_golden_is_its_own_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts that part from it alone are followed."""
     asked: list[int] = []
-    monkeypatch.setattr("fixtures.pytest_plugin.followed.follow", lambda *a, **k: asked.append(1))
+
+    def counted(*args: Any, **options: Any) -> FollowedText:
+        asked.append(1)
+        return follow(*args, **options)
+
+    monkeypatch.setattr("fixtures.pytest_plugin.followed.follow", counted)
     for index in range(4):
         golden = load_prompt(PAIR, index)
         for count in (5, 24):

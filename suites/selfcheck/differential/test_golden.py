@@ -18,13 +18,12 @@ from harness.differential.golden import (
     Workflow,
     digest,
     digest_of_tensors,
-    summary,
 )
 from harness.errors import GoldenError
 
 pytest_plugins = ["pytester"]
 
-IDENTITY = Identity(case=digest({"id": "edge", "lens": [3, 5]}), seed=7, weights="w0")
+IDENTITY = Identity(case=digest({"id": "edge", "lens": [3, 5]}), oracle=1, seed=7, weights="w0")
 LOGITS = torch.arange(6.0).view(2, 3)
 
 
@@ -133,7 +132,7 @@ def recorded_as_if_meant(data):
         (
             "manifest.json",
             edit_manifest(lambda d: d.update(format=0)),
-            r"manifest\.json has format 0, expected 1",
+            r"manifest\.json has format 0, expected 2",
         ),
         (
             "manifest.json",
@@ -245,19 +244,6 @@ def test_digests_depend_on_everything_but_order():
         assert digest_of_tensors(changed) != digest_of_tensors(one)
 
 
-def test_summary_keeps_a_few_rows_and_all_norms():
-    logits = torch.arange(20.0)[:, None] + torch.arange(200.0) / 1000
-    kept = summary(logits.double(), torch.tensor([[3.0, 4.0]] * 20))
-    assert kept["rows"].tolist() == [0, 3, 5, 8, 11, 14, 16, 19]
-    assert kept["logits"].shape == (8, 128)
-    assert kept["logits"][:, 0].tolist() == [0, 3, 5, 8, 11, 14, 16, 19]
-    assert kept["norms"].tolist() == [5.0] * 20
-    assert {t.dtype for t in kept.values()} == {torch.int32, torch.float32}
-    short = summary(logits[:3], torch.zeros(3, 4))
-    assert short["rows"].tolist() == [0, 1, 2]
-    assert summary(logits[:0], torch.zeros(0, 4))["logits"].shape == (0, 128)
-
-
 READERS = """
 import pytest
 
@@ -308,7 +294,7 @@ def test_a_stale_golden_fails_by_one_line(pytester, monkeypatch, folder):
         from harness.differential.golden import Identity
 
         def test_row(goldens):
-            goldens.settle("mha", "edge", Identity(case="0", seed=7, weights="w0"), None)
+            goldens.settle("mha", "edge", Identity(case="0", oracle=1, seed=7, weights="w0"), None)
         """
     )
     result = pytester.runpytest_inprocess(

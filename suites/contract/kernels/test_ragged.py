@@ -1,0 +1,60 @@
+"""Ragged queries go to a uniform kernel in as few and as narrow calls as their bound allows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.kernels.interface import ContextCall, DecodeCall
+from harness.kernels.ragged import context_by_decode
+
+
+@pytest.mark.parametrize(
+    ("lens", "bound", "widest", "widths"),
+    [
+        pytest.param((3, 1), 3, 8, [3], id="no-wider-than-the-bound"),
+        pytest.param((3, 1), 3, 2, [2, 2], id="no-wider-than-the-kernel"),
+        pytest.param((2, 3, 1), 6, 4, [4, 4], id="a-graphs-bound-above-every-request"),
+        pytest.param((1, 1), 1, 8, [1], id="one-query-each"),
+        pytest.param((5, 8), 8, 4, [4, 4], id="a-whole-number-of-calls"),
+    ],
+)
+def test_calls_of_a_ragged_batch(
+    lens: tuple[int, ...], bound: int, widest: int, widths: list[int]
+) -> None:
+    counts = torch.tensor(lens, dtype=torch.int32)
+    ends = torch.cat((counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)))
+    tokens, history = sum(lens), 10
+    cache = torch.zeros(4, 16, 1, 8)
+    asked: list[DecodeCall] = []
+
+    def decode(call: DecodeCall) -> torch.Tensor:
+        """Each query's own number, and how many keys it sees."""
+        asked.append(call)
+        width = call.q_len_per_req
+        sees = call.seq_lens[:, None] - width + torch.arange(width) + 1
+        return torch.cat((call.q, sees.flatten()[:, None, None].float()), -1)
+
+    out = context_by_decode(
+        decode,
+        widest,
+        ContextCall(
+            q=torch.arange(1.0, tokens + 2)[:, None, None],
+            caches=(cache, cache),
+            block_tables=torch.zeros(len(lens), 4, dtype=torch.int32),
+            seq_lens=counts + history,
+            max_seq_len=64,
+            bmm1_scale=1.0,
+            bmm2_scale=1.0,
+            out_dtype=torch.float32,
+            cu_seqlens_q=ends,
+            cu_seqlens_k=ends,
+            max_q_len=bound,
+        ),
+    )
+    assert [call.q_len_per_req for call in asked] == widths
+    expected = [
+        [n + 1.0, history + i + 1.0] for n, i in enumerate(i for k in lens for i in range(k))
+    ]
+    # The last row is padding.
+    assert out[:, 0].tolist() == [*expected, [0.0, 0.0]]

@@ -1,0 +1,227 @@
+"""Whatever number of a golden changes, something turns red and says that it is the golden."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from fixtures.pytest_plugin import followed, goldens
+from fixtures.pytest_plugin.goldens import GoldenPrompt, load_prompt, load_row
+from fixtures.tables import find
+from harness.core.case import Case, Execution
+from harness.core.record import Verdict
+from harness.core.tolerance import Budget
+from harness.differential import judge
+from harness.differential.compare import Comparison
+from harness.differential.expected import Answer, Expected, expect
+from harness.differential.golden import Golden, GoldenStore, judge_by_golden, kept, project
+from harness.differential.trial import run_trial
+from harness.errors import GoldenError
+from harness.subjects import SUBJECTS
+from suites.differential import test_goldens
+from suites.speculative import test_golden_prompts
+
+EAGER, GRAPH = Execution.EAGER, Execution.GRAPH
+ROWS = {
+    "mha-multi_step_draft-bs2_ragged": "trtllm_mha/xqa",
+    "mla-target_verify-bs2_ragged": "trtllm_mla/trtllm_gen",
+}
+# What there is to change, and by how much: a multiple of the largest element.
+TENSORS = {"logits": 0.5, "hidden_states": 0.5}
+PROMPT = ("gqa", 0)
+WRONG = {"token_ids": lambda token: 7 if token != 7 else 8, "accept_lengths": lambda n: n % 4 + 1}
+
+pytestmark = pytest.mark.usefixtures("recorded")
+
+
+def recorded(case: Case) -> Golden:
+    golden = load_row(case)
+    assert golden is not None
+    return golden
+
+
+def changed(golden: Golden, name: str, element: int, by: float) -> Golden:
+    tensor = golden.tensors[name].clone()
+    tensor.view(-1)[element] += by * tensor.abs().max()
+    return replace(golden, tensors={**golden.tensors, name: tensor})
+
+
+class Store(GoldenStore):
+    """Has one golden."""
+
+    def __init__(self, golden: Golden) -> None:
+        self.golden = golden
+
+    def settle(self, *_: Any) -> Any:
+        """The golden, whatever is asked for."""
+        return self.golden, None
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_the_tables_below_have_every_number(row: str) -> None:
+    assert recorded(find(row)).tensors.keys() == TENSORS.keys()
+    names = {field.name for field in fields(GoldenPrompt)}
+    assert names == WRONG.keys()
+    found = goldens.settle_prompt(GoldenStore(goldens.FOLDER), *PROMPT)
+    assert (found.facts.keys(), found.tensors.keys()) == (names, set())
+
+
+@pytest.mark.parametrize("execution", [EAGER, GRAPH])
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_names_its_golden(row: str, name: str, execution: Execution) -> None:
+    case, subject = find(row), SUBJECTS[ROWS[row]]
+    golden = recorded(case)
+    fine = run_trial(case, subject, execution, golden=golden)
+    assert fine.verdict is Verdict.PASSED
+    assert {f"golden.{n}" for n in TENSORS} < {quantity.name for quantity in fine.quantities}
+    for element in (0, golden.tensors[name].numel() // 2, -1):
+        record = run_trial(
+            case, subject, execution, golden=changed(golden, name, element, TENSORS[name])
+        )
+        assert record.verdict is Verdict.WRONG_GOLDEN, record.message
+        assert record.message.startswith(f"golden.{name}: 1 of ")
+        assert record.message.endswith("; the oracle agrees: it has changed, or the golden has")
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_an_oracle_that_changed_is_contradicted(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of oracle and plain implementation alike, as a mistake in the dense problem would be.
+    def wrong(*args: Any, **kwargs: Any) -> Expected:
+        found = expect(*args, **kwargs)
+        both = {
+            name: replace(answer, logits=answer.logits * 1.1)
+            for name, answer in vars(found).items()
+            if isinstance(answer, Answer)
+        }
+        return replace(found, **both)
+
+    def agreeing(*args: Any) -> Answer:
+        answer = answer_of(*args)
+        return replace(answer, logits=answer.logits * 1.1)
+
+    answer_of = judge._answer
+    monkeypatch.setattr(judge, "expect", wrong)
+    monkeypatch.setattr(judge, "_answer", agreeing)
+    case, subject = find(row), SUBJECTS[ROWS[row]]
+    assert run_trial(case, subject, EAGER).verdict is Verdict.PASSED
+    record = run_trial(case, subject, EAGER, golden=recorded(case))
+    assert record.verdict is Verdict.WRONG_GOLDEN
+    assert record.message.startswith("golden.logits: ")
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_change_too_small_for_any_budget_is_seen_by_the_oracle_itself(row: str) -> None:
+    golden = recorded(find(row))
+    test_goldens.test_row(find(row), Store(golden))
+    for name in TENSORS:
+        with pytest.raises(AssertionError, match="Mismatched elements: 1 /"):
+            test_goldens.test_row(find(row), Store(changed(golden, name, 5, 1e-4)))
+
+
+def test_rows_without_a_golden() -> None:
+    row = find("mha-decode-bs2_ragged")
+    assert load_row(row) is not None
+    assert load_row(replace(row, id="other")) is None
+    assert load_row(replace(row, prefix_lens=(1, 2))) is None
+
+
+def test_a_missing_golden_is_an_error(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(goldens, "_verified", lambda: GoldenStore(tmp_path))
+    with pytest.raises(GoldenError, match="has no golden 'mha-decode-bs2_ragged'; record it with"):
+        load_row(find("mha-decode-bs2_ragged"))
+
+
+def random_rows(seed: int) -> torch.Tensor:
+    """400 hidden states."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(400, 2048, generator=generator, dtype=torch.float64)
+
+
+def answer(hidden_states: torch.Tensor) -> Answer:
+    return Answer(hidden_states=hidden_states, logits=hidden_states[:, :8])
+
+
+def judged(golden: Golden, own: Answer, rounding: Answer, fed: Any = None) -> dict[str, Comparison]:
+    allowed = Budget(floor=1e-4, factor=2.0, why="a test")
+    found = judge_by_golden(
+        golden,
+        own,
+        rounding,
+        fed,
+        {"hidden_states": allowed, "logits": allowed},
+        [f"row {i}" for i in range(len(own.logits))],
+        oracle_agrees=True,
+    )
+    return {comparison.quantity: comparison for comparison in found}
+
+
+@pytest.mark.parametrize("error", [1e-6, 1e-3])
+def test_one_element_wrong_by_four_budgets_is_seen_in_sixteen_sums(error: float) -> None:
+    exact = random_rows(0)
+    plain, own = (exact + random_rows(seed) * error for seed in (1, 2))
+    golden = replace(recorded(find("mha-decode-bs2_ragged")), tensors=kept(answer(exact)))
+    fine = judged(golden, answer(own), answer(plain - exact))["golden.hidden_states"]
+    assert fine.passed
+    budgets = 2 * (plain - exact).norm(dim=-1)
+    budgets = budgets.clamp(min=1e-4 * exact.norm(dim=-1))
+    rows = torch.arange(len(own))
+    own[rows, (rows * 1031) % own.shape[1]] += 4 * budgets
+    found = judged(golden, answer(own), answer(plain - exact))["golden.hidden_states"]
+    assert (found.bad_rows, found.verdict) == (len(own), Verdict.WRONG_GOLDEN)
+
+
+def test_the_signs_never_change() -> None:
+    first = ["++----++--+--+--", "++-------++--+--"]
+    assert project(torch.eye(2)).abs().unique().tolist() == [0.25]
+    assert ["".join("+" if x > 0 else "-" for x in row) for row in project(torch.eye(2))] == first
+
+
+def test_a_draft_is_judged_up_to_the_token_that_differs() -> None:
+    logits = torch.eye(8, dtype=torch.float64)[[3, 4, 5, 1, 2, 6]]  # Two requests of three steps.
+    exact = Answer(hidden_states=logits, logits=logits)
+    golden = replace(recorded(find("mha-decode-bs2_ragged")), tensors=kept(exact))
+    followed_path = torch.tensor([[9, 3, 4], [9, 1, 2]])
+    nothing = Answer(hidden_states=logits * 0, logits=logits * 0)
+    assert judged(golden, exact, nothing, followed_path)["golden.logits"].rows == 6
+    parted = torch.tensor([[9, 7, 4], [9, 1, 7]])
+    other = replace(exact, logits=logits.clone())
+    other.logits[[1, 2, 5]] += 1
+    found = judged(golden, other, nothing, parted)["golden.logits"]
+    assert (found.rows, found.passed) == (3, True)
+    other.logits[4] += 1
+    found = judged(golden, other, nothing, parted)["golden.logits"]
+    assert (found.bad_rows, found.where) == (1, "row 4")
+
+
+def text(name: str, place: int) -> GoldenPrompt:
+    golden = load_prompt(*PROMPT)
+    values = list(getattr(golden, name))
+    values[place] = WRONG[name](values[place])
+    return replace(golden, **{name: tuple(values)})
+
+
+@pytest.mark.parametrize("place", [0, 5, -1])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_prompts_golden_is_the_oracles(name: str, place: int) -> None:
+    golden = goldens.settle_prompt(GoldenStore(goldens.FOLDER), *PROMPT)
+    test_golden_prompts.test_prompt(*PROMPT, Store(golden))
+    facts = {key: list(values) for key, values in vars(text(name, place)).items()}
+    with pytest.raises(AssertionError):
+        test_golden_prompts.test_prompt(*PROMPT, Store(replace(golden, facts=facts)))
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "said"),
+    [("token_ids", 0, "token 0 is"), ("token_ids", 9, "token 9 is"), ("accept_lengths", 2, "step")],
+)
+def test_a_right_text_contradicts_a_wrong_golden(
+    name: str, place: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = load_prompt(*PROMPT)
+    monkeypatch.setattr(followed, "load_prompt", lambda *_: text(name, place))
+    with pytest.raises(GoldenError, match=rf"golden 'prompt0' of gqa: .*{said}.* the oracle's"):
+        followed.followed.__wrapped__(*PROMPT, right.token_ids, right.accept_lengths)

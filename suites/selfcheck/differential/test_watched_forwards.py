@@ -1,0 +1,133 @@
+"""Every judged forward is watched: a wait of the host or another kernel entry is red on any row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from fixtures.drivers.mode_orders import AllModes, cases_of
+from fixtures.tables import find
+from harness.attention.paged_backend import PagedBackend
+from harness.core.case import Case, Execution, Family, Mode
+from harness.core.conventions import OURS, Conventions
+from harness.core.record import Verdict
+from harness.differential.invariants import check_entries
+from harness.differential.trial import run_trial
+from harness.subjects import SUBJECTS
+from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode
+from harness.upstream.memory_pool import SWAKVPool
+
+EAGER, GRAPH = Execution.EAGER, Execution.GRAPH
+GEN = SUBJECTS["trtllm_mha/trtllm_gen"]
+# When it reads, a row where that shows and one where it does not.
+RARE: dict[str, tuple[Callable[[ForwardBatch], bool], str, str]] = {
+    "for-windows": (
+        lambda batch: isinstance(batch.token_to_kv_pool, SWAKVPool),
+        "mha-target_verify-window_bs5_interleaved",
+        "mha-target_verify-bs5_ragged_padded_to_8",
+    ),
+    "for-many-requests": (
+        lambda batch: batch.batch_size > 4,
+        "mha-decode-bs5_ragged_padded_to_8",
+        "mha-decode-bs3_ragged_padded_to_4",
+    ),
+}
+
+
+@pytest.mark.parametrize("execution", [EAGER, GRAPH])
+@pytest.mark.parametrize("name", RARE)
+def test_a_rare_read_of_the_host(
+    name: str, execution: Execution, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, shown, spared = RARE[name]
+    verb = "init_forward_metadata" if execution is EAGER else "init_forward_metadata_out_graph"
+    plan = getattr(PagedBackend, verb)
+
+    def reading(self: PagedBackend, batch: ForwardBatch, *args: bool, **options: bool) -> None:
+        plan(self, batch, *args, **options)
+        if reads(batch):
+            int(batch.seq_lens.max())
+
+    monkeypatch.setattr(PagedBackend, verb, reading)
+    assert run_trial(find(spared), GEN, execution).verdict is Verdict.PASSED
+    record = run_trial(find(shown), GEN, execution)
+    assert record.verdict is Verdict.BROKEN_INVARIANT
+    line = reading.__code__.co_firstlineno + 3
+    where = f"aten._local_scalar_dense.default at {__file__}:{line}"
+    assert record.message == f"the host waits for the device: {where} [device-to-host sync]"
+
+
+@pytest.mark.parametrize("execution", [EAGER, GRAPH])
+def test_another_entry_of_the_kernel(execution: Execution, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The answers are the same: only what was asked for them is not.
+    monkeypatch.setattr(GEN.backend, "decode_kernel_modes", frozenset({ForwardMode.DECODE}))
+    assert run_trial(find("mha-decode-bs2_ragged"), GEN, execution).verdict is Verdict.PASSED
+    record = run_trial(find("mha-target_verify-bs2_ragged"), GEN, execution)
+    assert record.verdict is Verdict.BROKEN_INVARIANT
+    assert record.message.startswith("the kernel was asked for context ")
+    assert record.message.endswith(" [kernel dispatch]")
+
+
+def test_another_entry_after_a_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = Case(
+        id="watched",
+        family=Family.MHA,
+        mode=Mode.DECODE,
+        prefix_lens=(33, 64, 95),
+        page_size=32,
+        capture_bs=(2, 4),
+    )
+    modes = AllModes(GEN, cases_of(base.prefix_lens, (1, 4, 2), base))
+    fill = PagedBackend.init_forward_metadata
+
+    def forgetting(self: PagedBackend, batch: ForwardBatch) -> None:
+        fill(self, batch)
+        if batch.forward_mode is ForwardMode.IDLE:
+            monkeypatch.setattr(type(self), "decode_kernel_modes", frozenset())
+
+    monkeypatch.setattr(PagedBackend, "init_forward_metadata", forgetting)
+    assert modes.run((Mode.TARGET_VERIFY, EAGER)) == []
+    assert modes.run((Mode.IDLE, EAGER)) == []
+    [wrong] = modes.run((Mode.TARGET_VERIFY, EAGER))
+    assert wrong.message == (
+        "the kernel was asked for context 2 times, expected decode 2 times [kernel dispatch]"
+    )
+
+
+VERIFY = find("mla-target_verify-bs2_ragged")
+DRAFT = find("mha-multi_step_draft-bs2_ragged")
+
+
+@pytest.mark.parametrize(
+    ("case", "calls", "captured", "said"),
+    [
+        (VERIFY, ["mla_decode"] * 2, None, ""),
+        (VERIFY, ["mla_decode"], None, "mla_decode 1 times, expected mla_decode 2 times"),
+        (VERIFY, ["mla_decode"] * 4, None, "mla_decode 4 times, expected mla_decode 2 times"),
+        (VERIFY, [], None, "nothing, expected mla_decode 2 times"),
+        (VERIFY, ["mla_decode", "mla_context"], None, "mla_decode 1 times, mla_context 1 times,"),
+        (VERIFY, ["mla_decode"] * 8, 2, ""),
+        (VERIFY, ["mla_decode"] * 12, 2, ""),
+        (VERIFY, ["mla_decode"] * 4, 2, "mla_decode 4 times, expected mla_decode 4 times and as"),
+        (VERIFY, ["mla_decode"] * 9, 2, "mla_decode 9 times"),
+        (DRAFT, ["decode"] * 2 * (DRAFT.num_steps - 1), None, ""),
+        (DRAFT, ["decode"] * 2, None, "decode 2 times, expected decode "),
+        (find("mha-draft_extend_v1-bs2_ragged"), ["context"] * 2, None, ""),
+        (find("mla-draft_extend_v1-bs2_ragged"), ["mla_decode"] * 2, None, ""),
+        (find("mla-extend-bs2_ragged"), ["mla_context"] * 2, None, ""),
+        (find("mla-idle-no_requests"), [], None, ""),
+        (find("mla-idle-no_requests"), ["mla_decode"], None, "mla_decode 1 times, expected"),
+    ],
+)
+def test_entries_by_hand(case: Case, calls: list[str], captured: int | None, said: str) -> None:
+    found = check_entries(calls, case, OURS, captured=captured)
+    assert (f"the kernel was asked for {said}" in "".join(found)) if said else found == []
+    assert check_entries(calls, case, Conventions(context_modes=None), captured=captured) == []
+
+
+def test_a_baseline_has_its_own_entry() -> None:
+    case = find("mha-target_verify-bs2_ragged")
+    baseline = SUBJECTS["trtllm_mha-context_kernel/xqa"].conventions
+    assert check_entries(["context"] * 2, case, baseline) == []
+    assert check_entries(["decode"] * 2, case, baseline) != []
