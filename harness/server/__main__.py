@@ -9,8 +9,8 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = commands.parse_args(argv)
     try:
         _check(asked)
-        server, supervisor = _server(asked)
+        with held(signal.SIGINT):
+            server, supervisor = _server(asked)
         listener = _listen(asked.host, asked.port)
     except UsageError as error:
         commands.error(str(error))
@@ -79,6 +80,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"specgate serve: stopped by {ended.name}", file=sys.stderr)
         return 128 + ended
     return ended
+
+
+@contextmanager
+def held(number: signal.Signals) -> Iterator[None]:
+    """Deliver a signal after the ``with`` that comes inside it.
+
+    Compiled code that pydantic calls back into drops the exception of a handler, so that a Ctrl-C
+    would be lost there.
+    """
+    came: list[int] = []
+    before = signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+    if came:
+        signal.raise_signal(number)
 
 
 def _interrupt(number: int, _: object) -> NoReturn:

@@ -16,6 +16,7 @@ import pytest
 
 from fixtures import bench
 from fixtures.pytest_plugin.poll import eventually
+from harness.server.__main__ import held
 from harness.server.launch.process import ROOT
 
 SERVE = ("serve", "--pair", "gqa")
@@ -107,3 +108,24 @@ def test_an_interrupted_benchmark_says_how_to_go_on(
         assert line.startswith(start)
         again = shlex.split(line.removeprefix(start))
         assert again == ["specgate", "bench", *words, "--resume"]
+
+
+def test_a_signal_that_comes_while_the_server_is_built_is_not_lost() -> None:
+    def raises(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    built: list[str] = []
+
+    def build() -> None:
+        with held(signal.SIGINT):
+            os.kill(os.getpid(), signal.SIGINT)
+            built.append("all of it")
+
+    before = signal.signal(signal.SIGINT, raises)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            build()
+        assert signal.getsignal(signal.SIGINT) is raises
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert built == ["all of it"]
