@@ -153,6 +153,24 @@ def test_suites_attach_to_a_server_that_runs(pytester: pytest.Pytester) -> None:
     done.assert_outcomes(passed=1)
 
 
+def test_suites_start_a_server_with_further_flags(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    monkeypatch.setattr("fixtures.pytest_plugin.servers.find_spec", lambda name: object())
+    monkeypatch.setattr(
+        "fixtures.pytest_plugin.servers.launch", lambda spec, log: started.append(spec)
+    )
+    pytester.makepyfile(USES)
+    pytester.runpytest_inprocess(
+        *("-p", "fixtures.pytest_plugin.plugin", "-n0", "--server", "sglang"),
+        *("--server-backend", "specgate_mha", "--server-args", "--page-size 64"),
+    )
+    [spec] = started
+    assert spec.name == "sglang specgate_mha"
+    assert spec.argv[-2:] == ("--page-size", "64")
+
+
 @pytest.mark.parametrize(
     ("args", "told"),
     [

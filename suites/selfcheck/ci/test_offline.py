@@ -196,6 +196,7 @@ def this_machine(monkeypatch: pytest.MonkeyPatch, torch: str = "2.11.0+cu130") -
     [
         pytest.param((), ("-k", "xqa"), id="gpu"),
         pytest.param(("--lane", "nightly"), ("--unpinned", "--", "--seed", "9"), id="nightly"),
+        pytest.param(("--lane", "server"), ("--server", "sglang"), id="server"),
     ],
 )
 def test_lane_is_tox_s_and_finds_the_packages(
