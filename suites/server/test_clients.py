@@ -121,7 +121,7 @@ def test_a_flush_under_load_is_refused_and_loses_nothing(server):
 
 
 def test_one_flush_at_a_time(server):
-    with raw(server, stream=True):
+    with slowly(server), raw(server, stream=True):
         runs(server)
         url = f"{server.url}/flush_cache"
         calls = [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fixtures.drivers.crowd import settled, together
+from fixtures.drivers.crowd import settled, text, together
 from fixtures.models import shipped
 from fixtures.pytest_plugin.answers import judge_answer
 from fixtures.pytest_plugin.followed import followed
@@ -40,8 +40,8 @@ def test_tokens_and_accept_lengths(server, at_once):
     texts = prompts(server.pair)
     # One request asks for the whole response, the next for a stream.
     calls = [
-        lambda text=text, way=WAYS[i % 2]: ask(server.client, text, way)
-        for i, text in enumerate(texts[: 8 if at_once == 1 else 32])
+        lambda prompt=prompt, way=WAYS[i % 2]: ask(server.client, prompt, way)
+        for i, prompt in enumerate(texts[: 8 if at_once == 1 else 32])
     ]
     answers = together(at_once, calls)
     for index, answer in enumerate(answers):
@@ -67,7 +67,7 @@ def test_tokens_and_accept_lengths(server, at_once):
 def test_other_pairs_and_versions(fresh_server: FreshServer, pair: str, spec: str) -> None:
     served = fresh_server(pair, spec=spec)
     texts = prompts(pair)[:4]
-    calls = [lambda text=text: served.client.generate(text, shipped.NEW) for text in texts]
+    calls = [lambda prompt=prompt: served.client.generate(prompt, shipped.NEW) for prompt in texts]
     for index, answer in enumerate(together(4, calls)):
         expected = load_prompt(pair, index)
         assert answer.output_ids == expected.token_ids
@@ -117,7 +117,7 @@ def test_text_and_batches(server):
 
 
 def test_a_flush_is_seen_by_the_next_request(server):
-    prompt = prompts(server.pair)[9]
+    prompt = text(9, 150)  # longer than a page of any backend
     server.client.generate(prompt, 3)
     assert server.client.generate(prompt, 3).cached_tokens > 0
     assert flush(server.url).tries >= 1
