@@ -19,6 +19,8 @@ from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode
 from harness.upstream.memory_pool import KVPool, SWAKVPool, quantize
 from harness.upstream.radix_attention import RadixAttention
 
+BUILT_ON = "the one that the backend was built on, since graphs and tables hold its addresses"
+
 
 class PagedBackend(AttentionBackend):
     """Plans paged metadata without reading lengths on the host, and hands it to kernels.
@@ -73,6 +75,10 @@ class PagedBackend(AttentionBackend):
         self.kernel = kernel
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool = token_to_kv_pool
+        self._built_on: dict[str, object] = {
+            "req_to_token_pool": req_to_token_pool,
+            "token_to_kv_pool": token_to_kv_pool,
+        }
         self.max_context_len = max_context_len
         self.num_draft_tokens = num_draft_tokens
         self.skip_prefill = skip_prefill
@@ -186,6 +192,11 @@ class PagedBackend(AttentionBackend):
             self._round_plan.check_phase_order(batch.forward_mode, bucket)
 
     def _check(self, batch: ForwardBatch) -> None:
+        for field, pool in self._built_on.items():
+            if not getattr(batch, field) is getattr(self, field) is pool:
+                raise ContractError(rejected(field, "another pool", BUILT_ON))
+        if self.req_to_token_pool.req_to_token is not self.writer.layout.req_to_token:
+            raise ContractError(rejected("req_to_token", "another table", BUILT_ON))
         for field in ("seq_lens", "req_pool_indices", "out_cache_loc"):
             if (dtype := getattr(batch, field).dtype) != torch.int64:
                 raise ContractError(rejected(f"{field}.dtype", dtype, torch.int64))

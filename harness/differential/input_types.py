@@ -90,7 +90,7 @@ class TrialInputs:
         num_pages: pages of the full pool, padding page 0 and never-used pages included.
         swa_page_of: SWA page of each full page, 0 where unmapped; None without an SWA pool.
         num_swa_pages: pages of the SWA pool.
-        req_pool_size: rows of the request-to-token table.
+        req_pool_size: rows of the request-to-token table, the padding row not counted.
         stale_slots: garbage that fills req_to_token wherever no live token is.
         traced: (request, position) in the tested batch of the keys that outputs name; empty
             where inputs are random.

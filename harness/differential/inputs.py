@@ -12,6 +12,7 @@ import torch
 from harness.core.case import Case, Family, Inputs, Layout, Mode
 from harness.differential.input_types import VOCAB, BatchInputs, ProbeWeights, TrialInputs
 from harness.differential.traced_inputs import by_distance_from_the_end, capacity, with_tracers
+from harness.upstream.allocator import PADDING_ROW
 
 
 def make_trial_inputs(case: Case, *decoys: Case) -> TrialInputs:
@@ -37,7 +38,7 @@ def _drawn(*cases: Case) -> TrialInputs:
     num_pages = 1 + sum(map(sum, wanted)) + unused
     pages = _lay_out([n for batch in wanted for n in batch], num_pages, first.layout, rng)
     req_pool_size = sum(case.bs for case in cases) + 3
-    rows = rng.sample(range(req_pool_size), sum(case.bs for case in cases))
+    rows = rng.sample(range(PADDING_ROW + 1, req_pool_size + 1), sum(case.bs for case in cases))
     batches = []
     for case in cases:
         own_pages, pages = pages[: case.bs], pages[case.bs :]

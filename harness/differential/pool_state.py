@@ -10,7 +10,7 @@ from harness.core.case import Case, Family, KVDtype
 from harness.differential.dense import dense_rows
 from harness.differential.input_types import BatchInputs, TrialInputs
 from harness.differential.traced_inputs import PADDING, UNOWNED, tracer_row
-from harness.upstream.allocator import PADDING_SLOT, ReqToTokenPool
+from harness.upstream.allocator import PADDING_ROW, PADDING_SLOT, ReqToTokenPool
 from harness.upstream.memory_pool import KVPool, MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
 
 # Slots nobody owns hold NaN: whoever reads one shows it. The padding page is finite, because padded
@@ -91,6 +91,7 @@ def make_pool_state(
             table.req_to_token
         )
     )
+    table.req_to_token[PADDING_ROW] = PADDING_SLOT
     pool_state = PoolState(inputs, table, _kv_pool(inputs, device), device)
     for name, buffer in pool_state.buffers().items():
         unowned, padding = torch.full((), unread), torch.full((), PADDING_VALUE)

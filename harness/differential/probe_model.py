@@ -14,21 +14,36 @@ from harness.upstream.forward_batch_info import (
 )
 from harness.upstream.radix_attention import RadixAttention
 
+PADDING_TOKEN = 0
+
 
 class ProbeModel:
     """Looks up query, key and value by token id, rotates them by position, attends in each layer.
 
     Layers do not feed each other: the hidden state is their outputs side by side, plus half the
     incoming hidden state where the phase has one.
+
+    Args:
+        weights: of every trial of the case.
+        case: that it serves.
+        device: of its forwards.
+        padding: query, key and value of token 0, which padded lanes have; None leaves its own.
     """
 
     def __init__(
-        self, weights: ProbeWeights, case: Case, device: torch.device | str = "cpu"
+        self,
+        weights: ProbeWeights,
+        case: Case,
+        device: torch.device | str = "cpu",
+        padding: float | None = None,
     ) -> None:
         dtype = getattr(torch, case.dtype)
 
         def placed(table: torch.Tensor) -> torch.Tensor:
-            return table.to(device=device, dtype=dtype)
+            own = table.to(device=device, dtype=dtype, copy=True)
+            if padding is not None:
+                own[:, PADDING_TOKEN] = padding
+            return own
 
         self.q, self.k = placed(weights.q), placed(weights.k)
         self.v = self.k if weights.v is None else placed(weights.v)

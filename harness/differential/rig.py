@@ -95,11 +95,11 @@ class Rig:
         return runner
 
 
-def build(subject: Subject, pool_state: PoolState) -> Rig:
-    """The rig of a subject: a new kernel, backend and probe model."""
+def build(subject: Subject, pool_state: PoolState, padding: float | None = None) -> Rig:
+    """The rig of a subject: a new kernel, backend and probe model, with its ``padding``."""
     case, device = pool_state.case, pool_state.device
     kernel = subject.new_kernel(device)
-    model = ProbeModel(pool_state.inputs.weights, case, device)
+    model = ProbeModel(pool_state.inputs.weights, case, device, padding)
     pools: dict[str, Any] = {
         "kernel": kernel,
         "req_to_token_pool": pool_state.req_to_token_pool,

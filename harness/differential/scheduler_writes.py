@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from harness.differential.forward_batches import FORWARD_MODES
+from harness.differential.invariants import check_table
 from harness.differential.rig import ForwardOutput, Rig
 from harness.graphs.runner import GraphRunner
 from harness.upstream.base_attn_backend import SharedReadEnds
@@ -32,6 +33,7 @@ class SchedulerWrites:
         if isinstance(pool, SWAKVPool):
             self._memory.append(pool.full_to_swa_index_mapping)
         self._next = [tensor.clone() for tensor in self._memory]
+        self._table = self._memory[0].clone()
 
     def after_metadata(self) -> None:
         """Recorded between metadata and forward of a graph; changes nothing until ``replay``."""
@@ -45,13 +47,19 @@ class SchedulerWrites:
         runner.prepare(batch)
         self.after_plan()
         output: ForwardOutput = runner.run(batch)
+        if self.ends is SharedReadEnds.IN_REPLAY:
+            self._table.zero_()
         return output
 
     def after_plan(self) -> None:
         """Between the plan of a forward on the host and the forward."""
         if self.ends is SharedReadEnds.PRE_REPLAY:
-            for tensor in self._memory:
+            for tensor in (*self._memory, self._table):
                 tensor.zero_()
+
+    def check(self) -> list[str]:
+        """The request-to-token table, its padding row too, holds what the scheduler wrote last."""
+        return check_table(self._table, self._memory[0])
 
     def _write(self) -> None:
         for tensor, value in zip(self._memory, self._next, strict=True):

@@ -9,19 +9,23 @@ import torch
 from harness.errors import CapacityError, ContractError, rejected
 
 PADDING_SLOT = 0
+PADDING_ROW = 0
 
 
 class ReqToTokenPool:
     """Row r, column t: the KV slot of token t of the request in row r.
 
+    Row 0 is the padding's, as in SGLang since 0.5.12: padded requests of a graph read it, and no
+    request is ever given it.
+
     Attributes:
-        req_to_token: [size, max_context_len] int32. ``max_context_len`` must hold the context and
-            one round of draft tokens.
+        req_to_token: [1 + size, max_context_len] int32. ``max_context_len`` must hold the context
+            and one round of draft tokens.
     """
 
     def __init__(self, size: int, max_context_len: int, device: torch.device | str = "cpu") -> None:
-        self.req_to_token = torch.zeros(size, max_context_len, dtype=torch.int32, device=device)
-        self._free = list(range(size))
+        self.req_to_token = torch.zeros(1 + size, max_context_len, dtype=torch.int32, device=device)
+        self._free = [row for row in range(1 + size) if row != PADDING_ROW]
 
     @property
     def available(self) -> int:
@@ -43,9 +47,11 @@ class ReqToTokenPool:
         """Release rows.
 
         Raises:
-            ContractError: a row is free already.
+            ContractError: a row is free already, or the padding's.
         """
         for row in rows:
+            if row == PADDING_ROW:
+                raise ContractError("padding row freed")
             if row in self._free:
                 raise ContractError(f"request row {row} freed twice")
             self._free.append(row)

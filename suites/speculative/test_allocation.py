@@ -124,7 +124,7 @@ def test_a_released_lease_is_dead() -> None:
         lambda: slots.reserve(lease, 1),
         lambda: slots.commit(lease, 0),
     ):
-        with pytest.raises(ContractError, match="row 0 is released already"):
+        with pytest.raises(ContractError, match="row 1 is released already"):
             use()
     assert slots.allocator.available_pages == 7
 

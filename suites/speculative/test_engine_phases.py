@@ -27,7 +27,7 @@ def assert_batch(
 ) -> None:
     assert batch.forward_mode is mode
     assert batch.batch_size == len(lens)
-    rows = list(range(len(lens)))
+    rows = list(range(1, 1 + len(lens)))
     due = {
         "seq_lens": lens,
         "positions": flat(at),

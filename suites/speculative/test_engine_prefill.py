@@ -31,7 +31,7 @@ def test_prefill_in_chunks_and_the_draft_one_token_behind(chunk_size: int | None
             assert batch.positions.tolist() == [i for span in at for i in span]
             assert batch.seq_lens.tolist() == [span.stop for span in at]
             assert batch.extend_seq_lens_cpu == [len(span) for span in at]
-            assert batch.req_pool_indices.tolist() == live
+            assert batch.req_pool_indices.tolist() == [1 + r for r in live]
         spec = draft.spec_info
         assert isinstance(spec, EagleDraftExtendInput)
         assert spec.num_accept_tokens.tolist() == [len(span) for span in at]

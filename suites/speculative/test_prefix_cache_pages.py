@@ -50,7 +50,8 @@ def test_a_lease_begins_with_shared_pages_or_not_at_all():
     lease = slots.open()
     slots.share(lease, cached[::-1])
     assert (lease.committed, lease.shared) == (8, 2)
-    assert slots.req_to_token_pool.req_to_token[0, :8].tolist() == [8, 9, 10, 11, 4, 5, 6, 7]
+    row = slots.req_to_token_pool.req_to_token[lease.row]
+    assert row[:8].tolist() == [8, 9, 10, 11, 4, 5, 6, 7]
     with pytest.raises(ContractError, match=r"pages of the lease = 2 .* none yet"):
         slots.share(lease, cached)
     slots.reserve(lease, 3)

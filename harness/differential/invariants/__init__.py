@@ -11,7 +11,7 @@ from harness.differential.invariants.effects import check_entries, check_waits
 from harness.differential.invariants.memory import (
     check_frozen,
     check_padding,
-    check_pool,
+    check_table,
     check_writes,
     frozen,
 )
@@ -22,7 +22,7 @@ __all__ = [
     "check_frozen",
     "check_metadata",
     "check_padding",
-    "check_pool",
+    "check_table",
     "check_waits",
     "check_writes",
     "frozen",

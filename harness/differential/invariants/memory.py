@@ -1,14 +1,13 @@
-"""Invariants of memory: addresses, padding of static buffers, pools, cache slots, semaphores."""
+"""Invariants of memory: addresses, padding, the request table, cache slots, semaphores."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from harness.differential.invariants.classes import ACCOUNTING, INDEX_SPACE, LIFETIME, PADDING
+from harness.differential.invariants.classes import INDEX_SPACE, LIFETIME, PADDING
 from harness.kernels.workspace import Workspace
 from harness.upstream.allocator import PADDING_SLOT
 
@@ -57,32 +56,15 @@ def check_padding(
     return found
 
 
-def check_pool(
-    *,
-    available: int,
-    held: Iterable[Iterable[int]],
-    total: int,
-    what: str = "page",
-    padding: int | None = PADDING_SLOT,
-) -> list[str]:
-    """Free and held items add up to the pool, and nothing is held twice.
-
-    Args:
-        available: free ones, as the allocator counts them.
-        held: ids by holder.
-        total: all of them but the padding one.
-        what: "page" or "request row".
-        padding: the id nobody may hold, or None where there is none.
-    """
-    counts = Counter(item for holder in held for item in holder)
-    ids = range(total) if padding is None else range(padding, padding + total + 1)
-    found = [f"{what} {i} is held {n} times [{ACCOUNTING}]" for i, n in counts.items() if n > 1]
-    found += [f"{what} {i} is not in the pool [{INDEX_SPACE}]" for i in counts if i not in ids]
-    if padding is not None and padding in counts:
-        found.append(f"padding {what} {padding} is held [{PADDING}]")
-    if available + len(counts) != total:
-        found.append(f"{available} free + {len(counts)} held {what}s != {total} [{ACCOUNTING}]")
-    return found
+def check_table(written: torch.Tensor, table: torch.Tensor) -> list[str]:
+    """A request-to-token table [rows, tokens] holds what was written; forwards only read it."""
+    wrong = (table != written).nonzero().tolist()
+    if not wrong:
+        return []
+    row, token = wrong[0]
+    old, new = int(written[row, token]), int(table[row, token])
+    entry = f"req_to_token[{row}, {token}] and {len(wrong) - 1} more"
+    return [f"{entry}: was {old}, is {new} [{INDEX_SPACE}]"]
 
 
 def check_writes(

@@ -9,7 +9,7 @@ import torch
 
 from fixtures.toys.toy_attention import PAGE, mha_layer, mha_pool, mla_layer
 from harness.errors import CapacityError, ContractError
-from harness.upstream.allocator import PADDING_SLOT, PagedAllocator, ReqToTokenPool
+from harness.upstream.allocator import PADDING_ROW, PADDING_SLOT, PagedAllocator, ReqToTokenPool
 from harness.upstream.memory_pool import MHATokenToKVPool, MLATokenToKVPool, quantize
 from harness.upstream.radix_attention import RadixAttention
 
@@ -19,7 +19,7 @@ FP8 = torch.float8_e4m3fn
 @pytest.mark.parametrize(
     ("pool", "first", "free", "what"),
     [
-        (ReqToTokenPool(3, 8), [0, 1], "available", "request"),
+        (ReqToTokenPool(3, 8), [1, 2], "available", "request"),
         (PagedAllocator(4, PAGE), [1, 2], "available_pages", "page"),
     ],
     ids=["rows", "pages"],
@@ -52,9 +52,17 @@ def test_the_padding_page_is_never_allocated_nor_freed() -> None:
 
 
 def test_a_request_table_starts_on_the_padding_slot() -> None:
-    table = ReqToTokenPool(3, 8).req_to_token
-    assert (table.dtype, table.shape) == (torch.int32, (3, 8))
-    assert not table.any()
+    table = ReqToTokenPool(3, 8)
+    assert (table.req_to_token.dtype, table.req_to_token.shape) == (torch.int32, (4, 8))
+    assert not table.req_to_token.any()
+
+
+def test_the_padding_row_is_never_allocated_nor_freed() -> None:
+    table = ReqToTokenPool(3, 8)
+    assert PADDING_ROW not in table.alloc(3)
+    with pytest.raises(ContractError, match="padding row freed"):
+        table.free([PADDING_ROW])
+    assert table.available == 0
 
 
 # e4m3 holds steps of 2 between 16 and 32 and ends at 448; ties go to even.

@@ -12,7 +12,6 @@ from harness.differential.invariants import (
     check_frozen,
     check_metadata,
     check_padding,
-    check_pool,
     check_writes,
     frozen,
 )
@@ -166,32 +165,6 @@ def test_padding_holds_its_declared_value():
     assert check_padding(undeclared, PADS, ROWS) == [
         "positions declares no pad or no row count [stale or undeclared padding]"
     ]
-
-
-@pytest.mark.parametrize(
-    ("changes", "violations"),
-    [
-        pytest.param({}, [], id="in-order"),
-        pytest.param({"available": 3}, ["3 free + 5 held pages != 9"], id="leak"),
-        pytest.param({"held": [[1, 2], [2, 4, 9]], "available": 5}, ["page 2 is held 2 times"]),
-        pytest.param(
-            {"held": [[1], [0]], "available": 7}, ["padding page 0 is held"], id="padding-page"
-        ),
-        pytest.param(
-            {"held": [[10]], "available": 8}, ["page 10 is not in the pool"], id="foreign"
-        ),
-    ],
-)
-def test_pool_accounting(changes, violations):
-    given = {"available": 4, "held": [[1, 2], [3, 4, 9]], "total": 9} | changes
-    assert [line.split(" [")[0] for line in check_pool(**given)] == violations
-
-
-def test_request_rows_have_no_padding():
-    given = {"what": "request row", "padding": None, "total": 4}
-    assert check_pool(available=2, held=[[0], [3]], **given) == []
-    (found,) = check_pool(available=3, held=[[4]], **given)
-    assert found.startswith("request row 4 is not in the pool")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
