@@ -86,20 +86,19 @@ def test_index_tensors_of_another_dtype_are_refused(field: str) -> None:
 @pytest.mark.parametrize(
     ("field", "of"),
     [
-        ("token_to_kv_pool", {"batch"}),
-        ("token_to_kv_pool", {"batch", "backend"}),
-        ("req_to_token_pool", {"batch"}),
-        ("req_to_token_pool", {"batch", "backend"}),
-        ("req_to_token", {"table"}),
+        ("token_to_kv_pool", "batch"),
+        ("token_to_kv_pool", "batch backend"),
+        ("req_to_token_pool", "batch"),
+        ("req_to_token_pool", "batch backend"),
+        ("req_to_token", "table"),
     ],
-    ids=str,
 )
-def test_pools_that_were_exchanged_are_refused(field: str, of: set[str]) -> None:
+def test_pools_that_were_exchanged_are_refused(field: str, of: str) -> None:
     backend = toy_backend()
     batch = batch_for(backend, ForwardMode.DECODE, [9, 8], 2)
     backend.init_forward_metadata(batch)
     owners = {"batch": batch, "backend": backend, "table": backend.req_to_token_pool}
-    for owner in of:
+    for owner in of.split():
         setattr(owners[owner], field, copy.copy(getattr(owners[owner], field)))
     with pytest.raises(ContractError, match=f"^{field} = .* was built on"):
         backend.init_forward_metadata(batch)
