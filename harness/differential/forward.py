@@ -70,11 +70,12 @@ def run_forward(
 def _of_padded_lanes(state: PoolState, execution: Execution, unread: float) -> float | None:
     """Queries, keys and values that padded lanes of a replay compute; None for those of token 0.
 
-    A draft may choose token 0 for a request. On a GPU nobody has tried yet what NaN does.
+    A draft may choose token 0 for a request, and traced inputs need it. On a GPU nobody has tried
+    yet what NaN does.
     """
     drafts = state.case.mode is Mode.MULTI_STEP_DRAFT
     replays_on_cpu = execution is Execution.GRAPH and state.device.type == "cpu"
-    return unread if replays_on_cpu and not drafts else None
+    return None if drafts or state.inputs.traced or not replays_on_cpu else unread
 
 
 def decoys(case: Case) -> tuple[Case, ...]:
