@@ -77,11 +77,11 @@ def test_a_lane_takes_its_tables_along(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(bundle, "fetch_release", lambda *_: None)
     for lane in cli.LANES:
         bundle.build(tmp_path, 1 << 20, lane)
-    gpu, nightly, accept_lengths, bench, upstream = asked
+    gpu, nightly, accept_lengths, bench, server, upstream = asked
     assert gpu == spec["packages"] | spec["test"]
     assert nightly == gpu | spec["sglang"]
     assert {"sglang", "altair", "schemathesis"} <= set(nightly)
-    assert bench == nightly
+    assert bench == server == nightly
     assert accept_lengths == nightly | spec["fa4"]
     assert upstream == nightly | spec["upstream"]
     assert upstream["sglang"] != nightly["sglang"]
