@@ -55,6 +55,10 @@ HANDED_ON = {
     "findings": ("fixtures.findings", "tell what was found in SGLang's backends, by release"),
     "minimise": ("fixtures.minimise", "find the smallest case that is red for the same cause"),
     "mutants": ("fixtures.mutants", "plant the mutants of the tables, see which test notices"),
+    "operators": (
+        "fixtures.operators",
+        "draw mutants that nobody wrote, and see which test notices",
+    ),
     "coverage": ("fixtures.coverage", "tell which combinations of modes, sizes and dtypes ran"),
     "report": ("ci.report", "print the records of a run, write their page"),
     "limits": ("harness.kernels.limits", "ask a device's kernels what they refuse"),

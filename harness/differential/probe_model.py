@@ -40,7 +40,7 @@ class ProbeModel:
         dtype = getattr(torch, case.dtype)
 
         def placed(table: torch.Tensor) -> torch.Tensor:
-            own = table.to(device=device, dtype=dtype, copy=True)
+            own = table.to(device=device, dtype=dtype, copy=padding is not None)
             if padding is not None:
                 own[:, PADDING_TOKEN] = padding
             return own

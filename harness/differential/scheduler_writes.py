@@ -33,7 +33,6 @@ class SchedulerWrites:
         if isinstance(pool, SWAKVPool):
             self._memory.append(pool.full_to_swa_index_mapping)
         self._next = [tensor.clone() for tensor in self._memory]
-        self._table = self._memory[0].clone()
 
     def after_metadata(self) -> None:
         """Recorded between metadata and forward of a graph; changes nothing until ``replay``."""
@@ -42,24 +41,26 @@ class SchedulerWrites:
 
     def replay(self, runner: GraphRunner[Any, Any], batch: ForwardBatch) -> ForwardOutput:
         """A replay during which the scheduler writes."""
-        for tensor in self._next:
-            tensor.zero_()
+        if self.ends is SharedReadEnds.IN_REPLAY:
+            self._empty()
         runner.prepare(batch)
         self.after_plan()
         output: ForwardOutput = runner.run(batch)
-        if self.ends is SharedReadEnds.IN_REPLAY:
-            self._table.zero_()
         return output
 
     def after_plan(self) -> None:
         """Between the plan of a forward on the host and the forward."""
         if self.ends is SharedReadEnds.PRE_REPLAY:
-            for tensor in (*self._memory, self._table):
-                tensor.zero_()
+            self._empty()
+            self._write()
 
     def check(self) -> list[str]:
         """The request-to-token table, its padding row too, holds what the scheduler wrote last."""
-        return check_table(self._table, self._memory[0])
+        return check_table(self._next[0], self._memory[0])
+
+    def _empty(self) -> None:
+        for tensor in self._next:
+            tensor.zero_()
 
     def _write(self) -> None:
         for tensor, value in zip(self._memory, self._next, strict=True):

@@ -209,6 +209,26 @@ def test_a_test_is_known_by_what_its_processes_execute(recording: Recording, toy
     assert names(recording.order(locate(seam("Toy.zero", "1"), toy)))[0] == "test_process"
 
 
+def test_those_that_execute_a_site_are_asked_while_they_fit(recording: Recording, toy: Path) -> None:
+    grown = locate(seam("Toy.grown", "1"), toy)
+    assert names(recording.executing(grown, 60.0)) == ["test_grown"]
+    assert recording.executing(grown, 0.1) == []
+    on_import = locate(seam("LIMIT", "1"), toy)
+    assert recording.executing(on_import, 60.0) == recording.order(on_import)
+
+
+def test_a_mutant_that_nobody_executes_is_told_apart(recording: Recording, copy: Copy) -> None:
+    wide = Text(id="wide", effect="", path="harness/toy.py", old="        pass", new="        self")
+    told: list[Outcome] = []
+    rows = (wide, square("seen", "x * x"), square("unseen", "original(x)"))
+    matrix(rows, [copy], recording, {}, told.append, 60.0)
+    found = {each.id: each for each in told}
+    assert found["wide"].fate is Fate.UNEXECUTED
+    assert found["seen"].fate is Fate.KILLED
+    assert found["unseen"].fate is Fate.SURVIVED
+    assert found["unseen"].asked < len(TESTS), "the others do not execute it"
+
+
 def test_batches_grow_and_hold_each_test_once(recording: Recording, toy: Path) -> None:
     order = recording.order(locate(seam("twice", "1"), toy))
     batches = [names for names, _ in recording.batches([*order, order[0], "unknown"][:-2])]
@@ -282,14 +302,14 @@ def test_what_is_missed_is_said_with_its_effect_in_80_columns() -> None:
 def test_the_last_outcomes_are_kept_and_their_killers_asked_first(tmp_path: Path) -> None:
     path = tmp_path / "mutants.jsonl"
     for fate in (Fate.SURVIVED, Fate.KILLED):
-        Kept(path).add(outcome(ROWS[0].id, fate))
-    Kept(path).add(outcome("gone", Fate.KILLED))
-    Kept(path).add(outcome(ROWS[1].id, Fate.HUNG))
+        Kept(path, ROWS).add(outcome(ROWS[0].id, fate))
+    Kept(path, ROWS).add(outcome("gone", Fate.KILLED))
+    Kept(path, ROWS).add(outcome(ROWS[1].id, Fate.HUNG))
     assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == [
         ROWS[0].id,
         ROWS[1].id,
     ]
-    assert Kept(path).killers == {ROWS[0].id: "suites/t.py::test_t"}
+    assert Kept(path, ROWS).killers == {ROWS[0].id: "suites/t.py::test_t"}
 
 
 def test_what_cannot_be_asked_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
