@@ -23,7 +23,7 @@ GENERATED = "trtllm_gen"
 HOPPER = {Family.MHA: "xqa", Family.MLA: "flash_mla"}
 PREFIX = "specgate"
 """Names of our backends in a server begin with it."""
-CONVENTIONS = replace(OURS, waits=True, context_modes=None)
+CONVENTIONS = replace(OURS, waits=True, context_modes=None, more=None)
 """What sglang itself does around a forward is not ours to watch."""
 
 

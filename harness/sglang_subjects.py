@@ -248,6 +248,7 @@ MHA_CONVENTIONS = Conventions(
     freezes_host_numbers=False,
     waits=True,
     context_modes=None,
+    more=None,
 )
 MLA_CONVENTIONS = Conventions(
     zero_table_tail=False,
@@ -256,6 +257,7 @@ MLA_CONVENTIONS = Conventions(
     scales_mla_cache=False,
     waits=True,
     context_modes=None,
+    more=None,
     lacks=frozenset({"cu_seqlens_q", "cu_seqlens_k", "max_seq_len_q"}),
 )
 

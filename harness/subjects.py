@@ -24,7 +24,7 @@ from harness.attention.trtllm_mha import TRTLLMHAAttnBackend
 from harness.attention.trtllm_mla import TRTLLMMLABackend
 from harness.core.capability import CAPABILITIES, Capability, refusal
 from harness.core.case import Case, Execution, Family, Mode
-from harness.core.conventions import OURS, Conventions
+from harness.core.conventions import OURS, Conventions, MoreOperations
 from harness.core.environment import compute_capability, environment
 from harness.core.numerics import Numerics
 from harness.core.record import Environment
@@ -182,7 +182,9 @@ BASELINES: tuple[tuple[str, Kind, tuple[str, ...], dict[str, Any]], ...] = (
         ("flash_mla", "trtllm_gen"),
         {
             "backend": HostLengthsMLABackend,
-            "conventions": Conventions(waits=True),
+            "conventions": Conventions(
+                waits=True, more=MoreOperations(eager=(-3, 0), recorded=(-14, 0), on_host=20)
+            ),
             "modes": frozenset({Mode.DECODE, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2}),
         },
     ),
@@ -192,6 +194,7 @@ BASELINES: tuple[tuple[str, Kind, tuple[str, ...], dict[str, Any]], ...] = (
         ("flash_mla", "trtllm_gen"),
         {
             "draft_backend": KVIndicesMLAMultiStepDraftBackend,
+            "conventions": Conventions(more=MoreOperations(eager=(3, 19), recorded=(3, 10))),
             "modes": frozenset({Mode.MULTI_STEP_DRAFT}),
         },
     ),
@@ -217,6 +220,7 @@ BASELINES: tuple[tuple[str, Kind, tuple[str, ...], dict[str, Any]], ...] = (
         ("xqa",),
         {
             "draft_extend_runner": BaselineDraftExtendRunner,
+            "conventions": Conventions(more=MoreOperations(outputs=7)),
             "modes": frozenset({Mode.DRAFT_EXTEND_V2}),
         },
     ),

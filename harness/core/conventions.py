@@ -4,7 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.core.case import Mode
+from harness.core.case import Execution, Mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoreOperations:
+    """Operations that a baseline dispatches or records beyond our own backends.
+
+    Args:
+        eager: of an eager plan: once, and for each draft step.
+        recorded: of a captured plan, likewise.
+        on_host: before a replay.
+        outputs: of what a graph makes of its logits.
+    """
+
+    eager: tuple[int, int] = (0, 0)
+    recorded: tuple[int, int] = (0, 0)
+    on_host: int = 0
+    outputs: int = 0
+
+    def of_plan(self, execution: Execution) -> tuple[int, int]:
+        """Once, and for each draft step."""
+        return self.eager if execution is Execution.EAGER else self.recorded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +44,7 @@ class Conventions:
         waits: whether a forward may make the host wait for its device.
         context_modes: modes of uniform queries that go to a kernel's context entry and not to its
             decode entry; None where the backend's authors chose.
+        more: operations beyond ours; None where nobody counted.
     """
 
     zero_table_tail: bool = True
@@ -32,6 +54,7 @@ class Conventions:
     scales_mla_cache: bool = True
     waits: bool = False
     context_modes: frozenset[Mode] | None = frozenset()
+    more: MoreOperations | None = MoreOperations()
 
 
 OURS = Conventions()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +20,7 @@ from harness.differential.invariants import (
 from harness.differential.pool_state import PoolState, make_pool_state
 from harness.differential.rig import ForwardOutput, Rig, build
 from harness.differential.scheduler_writes import SchedulerWrites
-from harness.graphs.effects import host_waits
+from harness.differential.watching import calls, check_eager, check_replayed, watching
 from harness.graphs.runner import GraphRunner
 from harness.subjects import Subject
 from harness.upstream.base_attn_backend import SharedReadEnds
@@ -106,7 +104,7 @@ def _eager(rig: Rig) -> ForwardResult:
         batch = pad_batch(batch, case.padded_rows, width)
     if case.pads_before_plan:
         planned = planned.with_changes(batch_size=batch.batch_size)
-    with _watched(rig) as waits:
+    with watching(rig) as planning:
         rig.backend.init_forward_metadata(planned)
     _remap(pool_state)
     if case.mode is Mode.EXTEND:
@@ -114,11 +112,12 @@ def _eager(rig: Rig) -> ForwardResult:
             planned, num_qo_tokens=planned.input_ids.shape[0]
         )
         scheduler.after_plan()
-    with _watched(rig) as waits_of_the_forward:
+    with watching(rig) as running:
         output = rig.forward(batch)
     rows = case.bs if case.mode is Mode.MULTI_STEP_DRAFT else case.num_tokens
-    violations = check_waits((*waits, *waits_of_the_forward)) + scheduler.check()
+    violations = check_waits((*planning.waits, *running.waits)) + scheduler.check()
     violations += check_entries(calls(rig), case, rig.subject.conventions)
+    violations += check_eager(rig, planning, running, rows + case.padded_rows)
     violations += [
         f"{name}: row {rows + i} of DP padding is not finite [padding]"
         for name, tensor in tensors(output).items()
@@ -149,9 +148,9 @@ def _replayed(rig: Rig) -> ForwardResult:
     numbers = conventions.freezes_host_numbers
     decoy_plans = [frozen(plan, numbers) for plan in rig.plans]
     before = pool_state.copies()
-    with _watched(rig) as waits:
+    with watching(rig) as replaying:
         output = scheduler.replay(runner, rig.batch)
-    violations += check_waits(waits)
+    violations += check_waits(replaying.waits)
     violations += check_static_inputs(runner, rig.batch)
     for plan, old in zip(rig.plans, decoy_plans, strict=True):
         violations += check_frozen(old, frozen(plan, numbers))
@@ -164,27 +163,9 @@ def _replayed(rig: Rig) -> ForwardResult:
         if not torch.allclose(tensor, output_copies[name], rtol=0, atol=0, equal_nan=True):
             violations.append(f"{name} of a replay changed in the next one [lifetime]")
     violations += scheduler.check()
+    violations += check_replayed(rig, runner, scheduler.recorded_writes)
     pool_state.restore(after)
     return ForwardResult(pool_state, before, output, plans, min(capture_bs), tuple(violations))
-
-
-@contextmanager
-def _watched(rig: Rig) -> Iterator[Sequence[str]]:
-    """Where the host waits inside the ``with``; nowhere where it may, or on a GPU.
-
-    There it waits for real, and what ``torch`` tells of it costs more than the trial.
-    """
-    if rig.subject.conventions.waits or rig.pool_state.device.type != "cpu":
-        yield ()
-        return
-    mirror = rig.batch.seq_lens_cpu
-    with host_waits([] if mirror is None else [mirror]) as waits:
-        yield waits
-
-
-def calls(rig: Rig) -> list[str]:
-    """Entries of the kernel that were called so far; a backend of sglang's has another kernel."""
-    return list(getattr(rig.kernel, "calls", ()))
 
 
 def snapshot(plan: Any) -> Any:

@@ -34,6 +34,11 @@ class SchedulerWrites:
             self._memory.append(pool.full_to_swa_index_mapping)
         self._next = [tensor.clone() for tensor in self._memory]
 
+    @property
+    def recorded_writes(self) -> int:
+        """Operations of ``after_metadata`` in a graph."""
+        return len(self._memory) if self.ends is SharedReadEnds.IN_REPLAY else 0
+
     def after_metadata(self) -> None:
         """Recorded between metadata and forward of a graph; changes nothing until ``replay``."""
         if self.ends is SharedReadEnds.IN_REPLAY:

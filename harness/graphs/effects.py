@@ -88,12 +88,25 @@ class HostTensors:
         return here
 
 
-class _Waits(DispatchMode):
-    """Finds the operations that make the host wait, and nothing else."""
+@dataclass
+class Watched:
+    """What a region asked of the device.
 
-    def __init__(self, waits: list[str], calls: HostSyncCalls, host: HostTensors) -> None:
+    Attributes:
+        waits: ``operation at file:line`` of each wait of the host.
+        operations: that were dispatched.
+    """
+
+    waits: list[str] = field(default_factory=list)
+    operations: int = 0
+
+
+class _Watch(DispatchMode):
+    """Counts operations and finds those that make the host wait, and nothing else."""
+
+    def __init__(self, seen: Watched, calls: HostSyncCalls, host: HostTensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._waits, self._calls, self._host = waits, calls, host
+        self._seen, self._calls, self._host = seen, calls, host
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Kwargs | None = None
@@ -101,25 +114,27 @@ class _Waits(DispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         inputs = list(tensors_in((args, tuple(kwargs.values()))))
-        here = self._host.follow(inputs, list(tensors_in(result)))
-        if not here and not self._calls.reporting and dispatched_read(func, args, kwargs):
-            self._waits.append(f"{func} at {caller_line()}")
+        if self._host.follow(inputs, list(tensors_in(result))):
+            return result
+        self._seen.operations += 1
+        if not self._calls.reporting and dispatched_read(func, args, kwargs):
+            self._seen.waits.append(f"{func} at {caller_line()}")
         return result
 
 
 @contextmanager
-def host_waits(host: Sequence[torch.Tensor] = ()) -> Iterator[list[str]]:
-    """``operation at file:line`` of each wait of the host inside the ``with``; on the CPU alone.
+def watched(host: Sequence[torch.Tensor] = ()) -> Iterator[Watched]:
+    """Waits of the host and operations inside the ``with``; on the CPU alone.
 
     Args:
-        host: tensors of the host; reading these, and what follows from them, is no wait.
+        host: tensors of the host; work on these, and what follows from them, is not counted.
     """
-    known, waits = HostTensors(host), list[str]()
+    known, seen = HostTensors(host), Watched()
     calls = HostSyncCalls(
-        lambda name: waits.append(f"{name} at {caller_line()}"), known.__contains__
+        lambda name: seen.waits.append(f"{name} at {caller_line()}"), known.__contains__
     )
-    with calls, _Waits(waits, calls, known):
-        yield waits
+    with calls, _Watch(seen, calls, known):
+        yield seen
 
 
 class _Observer(DispatchMode):

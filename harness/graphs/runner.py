@@ -257,7 +257,7 @@ class GraphRunner(ABC, Generic[Output, Backend]):
     def prepare(self, batch: ForwardBatch) -> None:
         """Fill what is known before the draft tokens are, and plan on the host."""
         self._prepared = None
-        extent = self._extent(batch)
+        extent = self.extent(batch)
         if extent.bucket not in self.graphs:
             raise ContractError("a runner replays after its capture")
         self.inputs.copy(batch, extent, filled_after_draft=False)
@@ -271,7 +271,7 @@ class GraphRunner(ABC, Generic[Output, Backend]):
         Raises:
             ContractError: what was prepared is another batch: of another size, or of other tensors.
         """
-        extent = self._extent(batch)
+        extent = self.extent(batch)
         if self._prepared is None or self._prepared[0] != extent:
             known = None if self._prepared is None else self._prepared[0]
             raise ContractError(f"run follows prepare of its batch; prepared: {known}")
@@ -286,13 +286,19 @@ class GraphRunner(ABC, Generic[Output, Backend]):
 
     def padding(self, batch: ForwardBatch) -> dict[str, torch.Tensor]:
         """Every padded element of every static input, flat, as it is after ``batch`` ran."""
-        return self.inputs.padding(batch, self._extent(batch))
+        return self.inputs.padding(batch, self.extent(batch))
 
     def _full(self, bucket: int) -> Extent:
         tokens = bucket * self.num_tokens_per_req
         return Extent(bucket, tokens, bucket, tokens)
 
-    def _extent(self, batch: ForwardBatch) -> Extent:
+    def extent(self, batch: ForwardBatch) -> Extent:
+        """Requests and tokens of a batch, and its bucket's.
+
+        Raises:
+            CapacityError: no bucket is large enough.
+            ContractError: the batch is not of the shape that was captured.
+        """
         bucket = self.bucket(batch.batch_size)
         if reason := self.mismatch_reason(batch):
             raise ContractError(reason)

@@ -7,7 +7,7 @@ violation.
 
 from __future__ import annotations
 
-from harness.differential.invariants.effects import check_entries, check_waits
+from harness.differential.invariants.effects import check_entries, check_operations, check_waits
 from harness.differential.invariants.memory import (
     check_frozen,
     check_padding,
@@ -21,6 +21,7 @@ __all__ = [
     "check_entries",
     "check_frozen",
     "check_metadata",
+    "check_operations",
     "check_padding",
     "check_table",
     "check_waits",

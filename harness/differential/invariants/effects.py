@@ -1,4 +1,4 @@
-"""Invariants of a forward's effects: no wait of the host, and the kernel entry of the mode."""
+"""Invariants of a forward's effects: waits of the host, entries of the kernel, operations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from harness.core.case import Case, Family, Mode
 from harness.core.conventions import Conventions
-from harness.differential.invariants.classes import DISPATCH, HOST_SYNC
+from harness.differential.invariants.classes import DISPATCH, HOST_SYNC, OPERATIONS
 
 RAGGED = {(Family.MHA, Mode.EXTEND), (Family.MHA, Mode.DRAFT_EXTEND), (Family.MLA, Mode.EXTEND)}
 """Phases whose queries go to a context entry; MLA pads those of a draft extend."""
@@ -44,3 +44,10 @@ def check_entries(
     told = ", ".join(f"{name} {times} times" for name, times in found.items()) or "nothing"
     wanted = f"{entry} {least} times" + ("" if captured is None else " and as often to warm up")
     return [f"the kernel was asked for {told}, expected {wanted} [{DISPATCH}]"]
+
+
+def check_operations(what: str, counted: int, expected: int) -> list[str]:
+    """A line where a count is another than the formula's."""
+    if counted == expected:
+        return []
+    return [f"{what}: {counted} operations, expected {expected} [{OPERATIONS}]"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +14,7 @@ from harness.attention.paged_backend import PagedBackend
 from harness.core.case import Case, Execution, Family, Mode
 from harness.core.conventions import OURS, Conventions
 from harness.core.record import Verdict
-from harness.differential.invariants import check_entries
+from harness.differential.invariants import check_entries, check_operations
 from harness.differential.trial import run_trial
 from harness.subjects import SUBJECTS
 from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode
@@ -55,7 +57,66 @@ def test_a_rare_read_of_the_host(
     assert record.verdict is Verdict.BROKEN_INVARIANT
     line = reading.__code__.co_firstlineno + 3
     where = f"aten._local_scalar_dense.default at {__file__}:{line}"
-    assert record.message == f"the host waits for the device: {where} [device-to-host sync]"
+    told = record.message.partition("; ")[0]
+    assert told == f"the host waits for the device: {where} [device-to-host sync]"
+
+
+@pytest.mark.parametrize(
+    ("verb", "execution", "what"),
+    [
+        ("init_forward_metadata", EAGER, "the plan"),
+        ("forward", EAGER, "the forward"),
+        ("init_forward_metadata_out_graph", GRAPH, "planning before a replay"),
+        ("init_forward_metadata_in_graph", GRAPH, "the graph"),
+        ("forward", GRAPH, "the graph"),
+    ],
+)
+@pytest.mark.parametrize("name", RARE)
+def test_work_for_some_batches_alone(
+    name: str, verb: str, execution: Execution, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It changes no answer, waits for nothing and asks the kernel for nothing.
+    has_more, shown, spared = RARE[name]
+    original = getattr(PagedBackend, verb)
+
+    def working(self: PagedBackend, *args: object, **options: object) -> object:
+        batch = next(arg for arg in args if isinstance(arg, ForwardBatch))
+        if has_more(batch):
+            batch.seq_lens.clone()
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(PagedBackend, verb, working)
+    assert run_trial(find(spared), GEN, execution).verdict is Verdict.PASSED
+    record = run_trial(find(shown), GEN, execution)
+    assert record.verdict is Verdict.BROKEN_INVARIANT
+    told = re.fullmatch(
+        rf"{what}: (\d+) operations, expected (\d+) \[operations beyond the formula\]",
+        record.message,
+    )
+    assert told, record.message
+    layers = find(shown).num_layers if verb == "forward" else 1
+    assert int(told[1]) - int(told[2]) == layers
+
+
+def test_work_that_is_left_out_is_told_too() -> None:
+    assert check_operations("the plan", 34, 34) == []
+    assert check_operations("the plan", 33, 34) == [
+        "the plan: 33 operations, expected 34 [operations beyond the formula]"
+    ]
+
+
+@pytest.mark.parametrize("baseline", ["dead_topk", "host_lengths", "kv_indices"])
+def test_a_baseline_has_the_operations_of_its_own_row(
+    baseline: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = next(s for s in SUBJECTS.values() if f"-{baseline}/" in s.name)
+    [mode] = sorted(subject.modes)[:1]
+    case = find(f"{subject.family}-{mode}-bs2_ragged")
+    assert run_trial(case, subject, GRAPH).verdict is Verdict.PASSED
+    ours = replace(subject, conventions=replace(subject.conventions, more=OURS.more))
+    record = run_trial(case, ours, GRAPH)
+    assert record.verdict is Verdict.BROKEN_INVARIANT
+    assert record.message.endswith("[operations beyond the formula]")
 
 
 @pytest.mark.parametrize("execution", [EAGER, GRAPH])

@@ -209,7 +209,9 @@ def test_a_test_is_known_by_what_its_processes_execute(recording: Recording, toy
     assert names(recording.order(locate(seam("Toy.zero", "1"), toy)))[0] == "test_process"
 
 
-def test_those_that_execute_a_site_are_asked_while_they_fit(recording: Recording, toy: Path) -> None:
+def test_those_that_execute_a_site_are_asked_while_they_fit(
+    recording: Recording, toy: Path
+) -> None:
     grown = locate(seam("Toy.grown", "1"), toy)
     assert names(recording.executing(grown, 60.0)) == ["test_grown"]
     assert recording.executing(grown, 0.1) == []
