@@ -16,8 +16,9 @@ const find = (id) => document.getElementById(id);
 const state = { cell: null, sort: 5, descending: true, shown: PAGE };
 
 for (const row of rows) {
-  row.text = [row.case, row.subject, row.device, row.family, row.mode, row.execution, row.verdict, row.message]
-    .join(" ").toLowerCase();
+  row.values = Object.entries(row.axes).map(([axis, value]) => `${axis}=${value}`);
+  const words = [row.case, row.subject, row.device, row.family, row.mode, row.execution, row.verdict, row.message];
+  row.text = ` ${[...words, ...row.values].join(" ")} `.toLowerCase();
 }
 
 function element(tag, properties = {}, ...children) {
@@ -40,7 +41,7 @@ function selected() {
   return rows
     .filter((row) => !onlyRed || row.red)
     .filter((row) => !state.cell || Object.entries(state.cell).every(([name, is]) => row[name] === is))
-    .filter((row) => words.every((word) => row.text.includes(word)))
+    .filter((row) => words.every((word) => row.text.includes(word.includes("=") ? ` ${word} ` : word)))
     .sort((a, b) => sign * (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0) || b.red - a.red);
 }
 
@@ -74,7 +75,9 @@ function detail(row) {
   if (row.reproduce) {
     parts.push(element("p", {}, "reproduce: ", element("code", { textContent: row.reproduce }), copyButton(row.reproduce)));
   }
-  parts.push(element("p", { textContent: `${row.family}, ${row.device}` }));
+  if (row.values.length) parts.push(element("p", { textContent: row.values.join(" ") }));
+  const facts = [row.family, row.device, row.recorded].filter(Boolean);
+  parts.push(element("p", { textContent: facts.join(", ") }));
   return element("tr", { className: "detail" }, element("td", { colSpan: COLUMNS.length }, ...parts));
 }
 

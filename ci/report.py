@@ -70,7 +70,7 @@ def histograms(records: Sequence[Record]) -> list[dict[str, object]]:
 def row(record: Record) -> dict[str, object]:
     """A record as the page's script reads it: no environment, no number that JSON lacks."""
     data = asdict(record)
-    del data["environment"], data["planned"], data["recorded"]
+    del data["environment"], data["planned"]
     data["red"] = record.verdict.is_red
     data["worst"] = min(record.worst, sys.float_info.max)
     data["quantities"] = [

@@ -120,6 +120,7 @@ class Record:
         verdict: its outcome.
         message: one line of cause; the reason where refused or waived.
         quantities: compared ones.
+        axes: its values on the axes of ``fixtures/tables/axes.py``, for a case; none elsewhere.
         effects: exact counts, such as {"host_syncs": 0, "kernels": 2}.
         accept_lengths: accepted tokens of every verify step, where the trial generated text.
         tokens: of that text; none elsewhere.
@@ -139,6 +140,7 @@ class Record:
     verdict: Verdict
     message: str = ""
     quantities: tuple[Quantity, ...] = ()
+    axes: dict[str, str | int] = field(default_factory=dict)
     effects: dict[str, int] = field(default_factory=dict)
     accept_lengths: tuple[int, ...] = ()
     tokens: TokenCounts = field(default_factory=TokenCounts)

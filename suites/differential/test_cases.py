@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
+from fixtures.covering.rows import values_of_trial
 from fixtures.plan import custom_trials, trials
 from fixtures.pytest_plugin.goldens import load_row
 from harness.core.case import Case, Execution
@@ -35,9 +37,10 @@ def test_case(
     device: torch.device,
     record_trial: Callable[[Record], None],
 ) -> None:
-    record_trial(untried(case, subject, execution, device))
+    axes = values_of_trial(case, subject.kernel, execution)
+    record_trial(replace(untried(case, subject, execution, device), axes=axes))
     record = run_trial(case, subject, execution, device, load_row(case))
-    record_trial(record)
+    record_trial(replace(record, axes=axes))
     if record.verdict is Verdict.REFUSED:
         pytest.skip(record.message)
     if record.verdict.is_red:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,22 +11,39 @@ from fixtures.coverage import main
 from fixtures.covering.arrays import load
 from fixtures.covering.counted import count, trials_of
 from fixtures.covering.feasible import Feasibility
-from fixtures.covering.rows import case_of
+from fixtures.covering.rows import case_of, values_of_trial
 from fixtures.fakes.sample_records import trial
+from fixtures.tables import CASES
 from fixtures.tables.axes import AXES, CPU
+from harness.core.case import Execution
 from harness.core.record import Record, Verdict, write_records
 
 ROW = "mha-target_verify-with-page_128-width_16-batch_8-length_256-layout_shuffled"
 EDGE = "mha-target_verify-width_8"
 """A named edge: pages of 32, three requests, 121 tokens at most."""
 XQA = {"subject": "trtllm_mha/xqa", "mode": "target_verify", "execution": "graph"}
+VALUES = {"page": 128, "width": 16, "batch": 8, "length": 256, "layout": "shuffled"}
+CASE_OF = {
+    EDGE: CASES[EDGE],
+    ROW: case_of({"family": "mha", "mode": "target_verify", **VALUES}),
+}
+
+
+def ran(name: str, **changes: Any) -> Record:
+    """The record of a trial of a case."""
+    facts = XQA | changes
+    kernel = facts["subject"].partition("/")[2]
+    axes = values_of_trial(CASE_OF[name], kernel, Execution(facts["execution"]))
+    return trial(name, **facts, axes=axes)
+
+
 RECORDS = (
-    trial(ROW, **XQA, recorded="2026-11-22T07:30:00+00:00"),
-    trial(ROW, **XQA, verdict=Verdict.WRONG_NUMBERS, recorded="2026-11-23T07:30:00+00:00"),
-    trial(EDGE, **XQA, recorded="2026-11-21T07:30:00+00:00"),
-    trial(EDGE, **XQA | {"subject": "trtllm_mha/trtllm_gen"}, verdict=Verdict.REFUSED),
-    trial(EDGE, **XQA | {"subject": "trtllm_mha-context_kernel/xqa"}),
-    trial(EDGE, **XQA, device="cuda:0"),
+    ran(ROW, recorded="2026-11-22T07:30:00+00:00"),
+    ran(ROW, verdict=Verdict.WRONG_NUMBERS, recorded="2026-11-23T07:30:00+00:00"),
+    ran(EDGE, recorded="2026-11-21T07:30:00+00:00"),
+    ran(EDGE, subject="trtllm_mha/trtllm_gen", verdict=Verdict.REFUSED),
+    ran(EDGE, subject="trtllm_mha-context_kernel/xqa"),
+    ran(EDGE, device="cuda:0"),
     trial("gqa/prompt0", **XQA),
 )
 
@@ -99,7 +117,7 @@ def test_rows_of_the_array_cover_all_pairs_and_less_one_of_them_do_not() -> None
 def _record(row: dict[str, str | int]) -> Record:
     case = case_of(row)
     subject = f"trtllm_{case.family}/{row['kernel']}"
-    facts = {"family": str(case.family), "mode": str(case.mode)}
+    facts = {"family": str(case.family), "mode": str(case.mode), "axes": row}
     return trial(case.id, subject=subject, execution=str(row["execution"]), **facts)
 
 
