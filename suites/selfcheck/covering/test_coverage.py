@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from fixtures.fakes.sample_records import trial
 from fixtures.tables import CASES
 from fixtures.tables.axes import AXES, CPU
 from harness.core.case import Execution
+from harness.core.paths import ROOT
 from harness.core.record import Record, Verdict, write_records
 
 ROW = "mha-target_verify-with-page_128-width_16-batch_8-length_256-layout_shuffled"
@@ -138,3 +141,16 @@ def test_bad_input_is_one_line(
     told = capsys.readouterr().err
     assert told.count("\n") == 1
     assert cause in told
+
+
+def test_a_run_leaves_records_that_can_be_looked_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["suites/differential/test_cases.py", "-q", "-n0", "-p", "no:cacheprovider"]
+    words += ["-k", "mha-decode-bs2_ragged-trtllm_mha/xqa-graph", "--report", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, check=False)
+    assert done.returncode == 0
+    row = CASES["mha-decode-bs2_ragged"]
+    wanted = f"page={row.page_size} batch={row.bs} kernel=xqa execution=graph".split()
+    assert main([str(tmp_path / "records.jsonl"), *wanted]) == 0
+    assert main([str(tmp_path / "records.jsonl"), *wanted[:-1], "execution=eager"]) == 1
