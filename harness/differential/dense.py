@@ -35,6 +35,8 @@ def dense_rows(
 ) -> DenseRows:
     """Rows of tokens [n] at positions [n]: looked up, rotated in float64, rounded once.
 
+    All on the device of the weights.
+
     Args:
         weights: of the probe model.
         case: rows are rounded to its dtype.
@@ -57,7 +59,7 @@ def dense_rows(
 def _rotated(x: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Neox rotation of x [L, n, heads, dim] as a complex product."""
     half = x.shape[-1] // 2
-    exponent = torch.arange(half, dtype=torch.float64) / half
+    exponent = torch.arange(half, dtype=torch.float64, device=x.device) / half
     angle = positions.double()[:, None, None] * ROPE_THETA**-exponent
     rotated = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
         torch.ones_like(angle), angle

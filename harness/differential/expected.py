@@ -64,6 +64,7 @@ def expect(
     fed_tokens: torch.Tensor | None = None,
     numerics: Numerics = PLAIN,
     execution: Execution = Execution.EAGER,
+    device: torch.device | str = "cpu",
 ) -> Expected:
     """Expected results of the tested batch, from its dense problem alone.
 
@@ -73,7 +74,9 @@ def expect(
             that one near-tie does not change everything after it; its choices are judged apart.
         numerics: of the kernel; the oracle is asked for what remains after its roundings.
         execution: of the forward.
+        device: that computes, in float64 everywhere; the results are on the host.
     """
+    inputs = replace(inputs, weights=inputs.weights.to(device))
     case = inputs.case
     plain = rounded = [_problem(inputs, i, fed_tokens) for i in range(case.bs)]
     if case.mode in numerics.rounds_query and case.kv_dtype is KVDtype.FP8:
@@ -98,13 +101,13 @@ def expect(
         oracle=oracle,
         reference=reference,
         unrounded=unrounded,
-        keys=torch.cat([k for k, _ in new or empty], 1),
-        values=torch.cat([v for _, v in new or empty], 1),
+        keys=torch.cat([k for k, _ in new or empty], 1).cpu(),
+        values=torch.cat([v for _, v in new or empty], 1).cpu(),
     )
 
 
 def _problem_of_nothing(inputs: TrialInputs, case: Case) -> DenseRows:
-    nothing = torch.empty(0, dtype=torch.int64)
+    nothing = torch.empty(0, dtype=torch.int64, device=inputs.weights.k.device)
     return dense_rows(inputs.weights, case, nothing, nothing, queries=0)
 
 
@@ -126,8 +129,8 @@ def _exact_rows(inputs: TrialInputs, i: int, fed_tokens: torch.Tensor | None = N
     """The rows of a request before anything is cast to FP8."""
     case, batch = inputs.case, inputs.tested
     new = batch.new_tokens[i] if fed_tokens is None else fed_tokens[i].cpu()
-    tokens = torch.cat((batch.history[i], new))
-    positions = torch.arange(len(tokens))
+    tokens = torch.cat((batch.history[i], new)).to(inputs.weights.k.device)
+    positions = torch.arange(len(tokens), device=tokens.device)
     return dense_rows(inputs.weights, case, tokens, positions, queries=case.q_lens[i])
 
 
@@ -155,7 +158,7 @@ def _answer(
     inputs: TrialInputs, problems: list[DenseRows], attention: Attend, dtype: torch.dtype
 ) -> Answer:
     case, weights = inputs.case, inputs.weights
-    hidden = [torch.empty(0, weights.hidden_size, dtype=dtype)]
+    hidden = [weights.lm_head.new_empty(0, weights.hidden_size, dtype=dtype)]
     for rows in problems:
         outputs = [
             attention(
@@ -172,14 +175,15 @@ def _answer(
         hidden.append(torch.cat(outputs, -1))
     states = _with_incoming(torch.cat(hidden), inputs.tested, dtype)
     head = weights.lm_head.double() if dtype == torch.float64 else weights.lm_head
-    return Answer(hidden_states=states, logits=states.to(head.dtype) @ head)
+    logits = states.to(head.dtype) @ head
+    return Answer(hidden_states=states.cpu(), logits=logits.cpu())
 
 
 def _with_incoming(attended: torch.Tensor, batch: BatchInputs, dtype: torch.dtype) -> torch.Tensor:
     """Add half the hidden state before each query token; a multi-step draft feeds its own on."""
     if batch.hidden_in is None:
         return attended
-    incoming = batch.hidden_in.to(dtype)
+    incoming = batch.hidden_in.to(attended.device, dtype)
     if batch.case.mode is not Mode.MULTI_STEP_DRAFT:
         return attended + incoming * 0.5
     chained = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -42,6 +42,11 @@ class ProbeWeights:
     def hidden_size(self) -> int:
         """L * H * head_dim."""
         return self.lm_head.shape[0]
+
+    def to(self, device: torch.device | str) -> ProbeWeights:
+        """The same weights on a device."""
+        tensors = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
+        return replace(self, **tensors)
 
 
 @dataclass(frozen=True)

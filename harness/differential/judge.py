@@ -51,7 +51,13 @@ def judge(
     fed = None
     if isinstance(result.output, DraftOutput):
         fed = result.output.draft_tokens[:, :-1]
-    expected = expect(inputs, fed_tokens=fed, numerics=numerics, execution=execution)
+    expected = expect(
+        inputs,
+        fed_tokens=fed,
+        numerics=numerics,
+        execution=execution,
+        device=result.pool_state.device,
+    )
     violations = [*check_semaphores(workspaces), *_violations(result, execution, conventions)]
     comparisons = [_broken(line) for line in violations]
     obtained, factor = _answer(result), numerics.budget(case.mode, execution)

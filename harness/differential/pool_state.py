@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from harness.core.case import Case, Family, KVDtype
 from harness.differential.dense import dense_rows
-from harness.differential.input_types import BatchInputs, TrialInputs
+from harness.differential.input_types import BatchInputs, ProbeWeights, TrialInputs
 from harness.differential.traced_inputs import PADDING, UNOWNED, tracer_row
 from harness.upstream.allocator import PADDING_ROW, PADDING_SLOT, ReqToTokenPool
 from harness.upstream.memory_pool import KVPool, MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
@@ -31,6 +32,11 @@ class PoolState:
     def case(self) -> Case:
         """The case under test."""
         return self.inputs.case
+
+    @cached_property
+    def weights(self) -> ProbeWeights:
+        """The probe model's, on the device."""
+        return self.inputs.weights.to(self.device)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Every cache buffer by name, [slots, …]."""
@@ -158,8 +164,9 @@ def write_kv(
 ) -> None:
     """Write keys and values of tokens [n] at positions start … of a request into the cache."""
     case = batch.case
-    positions = torch.arange(start, start + len(tokens))
-    rows = dense_rows(pool_state.inputs.weights, case, tokens, positions, queries=0)
+    positions = torch.arange(start, start + len(tokens), device=pool_state.device)
+    weights, tokens = pool_state.weights, tokens.to(pool_state.device)
+    rows = dense_rows(weights, case, tokens, positions, queries=0)
     slots = torch.tensor(batch.slots(request, start, start + len(tokens)), dtype=torch.int64)
     pool = pool_state.token_to_kv_pool
     for layer in range(case.num_layers):
@@ -186,7 +193,7 @@ def _write_rows(
     buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, scale: float
 ) -> None:
     mapped = slots != PADDING_SLOT
-    slots, rows = slots[mapped], rows[mapped]
+    slots, rows = slots[mapped], rows[mapped.to(rows.device)]
     if buffer.element_size() == 1:
         limit = torch.finfo(buffer.dtype).max
         rows = (rows / scale).clamp(-limit, limit)
