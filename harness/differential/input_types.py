@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -45,7 +46,11 @@ class ProbeWeights:
 
     def to(self, device: torch.device | str) -> ProbeWeights:
         """The same weights on a device."""
-        tensors = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
+        tensors: dict[str, Any] = {
+            name: value.to(device)
+            for name, value in vars(self).items()
+            if isinstance(value, torch.Tensor)
+        }
         return replace(self, **tensors)
 
 

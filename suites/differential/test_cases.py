@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from fixtures.covering.rows import values_of_trial
 from fixtures.plan import custom_trials, trials
 from fixtures.pytest_plugin.goldens import load_row
+from fixtures.tables import LONG
 from harness.core.case import Case, Execution
 from harness.core.record import Record, Verdict
 from harness.differential.trial import explanation, run_trial, untried
 from harness.subjects import Subject, custom_subjects
+
+
+def alone(device: torch.device) -> FileLock:
+    """Held by one long row at a time: what two of them take may not fit a GPU."""
+    return FileLock(Path(tempfile.gettempdir(), f"specgate-{device.type}-{device.index or 0}.lock"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -39,7 +49,8 @@ def test_case(
 ) -> None:
     axes = values_of_trial(case, subject.kernel, execution)
     record_trial(replace(untried(case, subject, execution, device), axes=axes))
-    record = run_trial(case, subject, execution, device, load_row(case))
+    with alone(device) if case.id in LONG else nullcontext():
+        record = run_trial(case, subject, execution, device, load_row(case))
     record_trial(replace(record, axes=axes))
     if record.verdict is Verdict.REFUSED:
         pytest.skip(record.message)
