@@ -12,10 +12,9 @@ from harness.core.case import Execution
 from harness.differential.generated_text import judge_text
 from harness.engine.spec_config import SpecVersion
 
-KERNELS = (("gqa", "xqa"), ("mla", "flash_mla"))
 SETUPS = {
     setup.id: setup
-    for pair, kernel in KERNELS
+    for pair, kernel in shipped.ON_HOPPER
     for execution in Execution
     for setup in (
         Setup(pair=pair, kernel=kernel, page_size=64, version=None, execution=execution),
