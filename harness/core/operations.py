@@ -69,7 +69,8 @@ def forward_operations(
     pads_queries = mla and case.mode is Mode.DRAFT_EXTEND
     if execution is EAGER:
         each = 145 + 2 * mla + 5 * draft + 2 * adds_hidden + 6 * pads_queries
-        each += 2 * (tokens == 1)
+        # One query of the kernel's is copied; it sees the real ones alone where it pads them itself.
+        each += 2 * ((case.bs * max(case.q_lens) if pads_queries else tokens) == 1)
         once = 5 * draft
     else:
         each = 101 + 4 * draft + 2 * adds_hidden + 6 * pads_queries

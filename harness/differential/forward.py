@@ -39,6 +39,8 @@ class ForwardResult:
         plans: metadata of the forward; of a multi-step draft, one per step.
         bucket: rows that were planned, padded ones included.
         violations: broken invariants that the execution found, one line each.
+        operations: where it asked for more or fewer than its formula says, one line each. A
+            forward with another defect mostly does, so that they are the last cause to name.
     """
 
     pool_state: PoolState
@@ -47,6 +49,7 @@ class ForwardResult:
     plans: tuple[Any, ...]
     bucket: int
     violations: tuple[str, ...] = ()
+    operations: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> TrialInputs:
@@ -117,14 +120,15 @@ def _eager(rig: Rig) -> ForwardResult:
     rows = case.bs if case.mode is Mode.MULTI_STEP_DRAFT else case.num_tokens
     violations = check_waits((*planning.waits, *running.waits)) + scheduler.check()
     violations += check_entries(calls(rig), case, rig.subject.conventions)
-    violations += check_eager(rig, planning, running, rows + case.padded_rows)
+    operations = check_eager(rig, planning, running, rows + case.padded_rows)
     violations += [
         f"{name}: row {rows + i} of DP padding is not finite [padding]"
         for name, tensor in tensors(output).items()
         for i in (~tensor[rows:].flatten(1).isfinite().all(1)).nonzero().flatten().tolist()[:1]
     ]
+    real = _real_rows(output, rows)
     return ForwardResult(
-        pool_state, before, _real_rows(output, rows), rig.plans, case.bs, tuple(violations)
+        pool_state, before, real, rig.plans, case.bs, tuple(violations), tuple(operations)
     )
 
 
@@ -163,9 +167,11 @@ def _replayed(rig: Rig) -> ForwardResult:
         if not torch.allclose(tensor, output_copies[name], rtol=0, atol=0, equal_nan=True):
             violations.append(f"{name} of a replay changed in the next one [lifetime]")
     violations += scheduler.check()
-    violations += check_replayed(rig, runner, scheduler.recorded_writes)
+    operations = check_replayed(rig, runner, scheduler.recorded_writes)
     pool_state.restore(after)
-    return ForwardResult(pool_state, before, output, plans, min(capture_bs), tuple(violations))
+    return ForwardResult(
+        pool_state, before, output, plans, min(capture_bs), tuple(violations), tuple(operations)
+    )
 
 
 def snapshot(plan: Any) -> Any:

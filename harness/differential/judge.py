@@ -37,7 +37,7 @@ def judge(
     conventions: Conventions = OURS,
     golden: Golden | None = None,
 ) -> list[Comparison]:
-    """Every comparison of a forward, invariants first: they name the cause.
+    """Every comparison of a forward, invariants first: they name the cause. Operations come last.
 
     Args:
         result: of the subject.
@@ -82,7 +82,7 @@ def judge(
             _rows(batch),
             oracle_agrees=all(comparison.passed for comparison in numbers),
         )
-    return comparisons
+    return comparisons + [_broken(line) for line in result.operations]
 
 
 def _broken(line: str) -> Comparison:
