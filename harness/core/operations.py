@@ -69,7 +69,7 @@ def forward_operations(
     pads_queries = mla and case.mode is Mode.DRAFT_EXTEND
     if execution is EAGER:
         each = 145 + 2 * mla + 5 * draft + 2 * adds_hidden + 6 * pads_queries
-        # One query of the kernel's is copied; it sees the real ones alone where it pads them itself.
+        # One query of the kernel is copied; where it pads queries itself, it sees real ones alone.
         each += 2 * ((case.bs * max(case.q_lens) if pads_queries else tokens) == 1)
         once = 5 * draft
     else:
