@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import os
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import cast
 
 import pytest
 from rich.console import Console
 
 from fixtures import operators
 from fixtures.mutants import Fate, Outcome
-from fixtures.mutation.operators import SOURCES, drawn
 from fixtures.mutation.planting import locate
 from fixtures.operators import Drawn, main, show
 from fixtures.tables.mutants.mutant import Text
@@ -35,11 +38,26 @@ def other(x: int | None, most: int) -> int | None:
 '''
 
 
+Draw = Callable[[Path, int], Iterator[Text]]
+LIBRARY = "fixtures.mutation.operators"
+
+
+@pytest.fixture(autouse=True)
+def library() -> None:
+    if os.environ.get("TOX_ENV_NAME") != "test":
+        pytest.importorskip("cosmic_ray", reason="needs cosmic-ray: pip install -e '.[operators]'")
+
+
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def drawn(library: None) -> Draw:
+    return cast("Draw", import_module(LIBRARY).drawn)
+
+
+@pytest.fixture
+def root(tmp_path: Path, library: None, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "ci").mkdir()
     (tmp_path / "ci" / "gate.py").write_text(SOURCE, encoding="utf-8")
-    monkeypatch.setattr("fixtures.mutation.operators.SOURCES", ("ci/gate.py", "harness/none"))
+    monkeypatch.setattr(f"{LIBRARY}.SOURCES", ("ci/gate.py", "harness/none"))
     return tmp_path
 
 
@@ -49,7 +67,7 @@ def outcome(mutant: Text, fate: Fate) -> Outcome:
     )
 
 
-def test_each_place_is_drawn_once_and_annotations_are_none(root: Path) -> None:
+def test_each_place_is_drawn_once_and_annotations_are_none(drawn: Draw, root: Path) -> None:
     effects = {mutant.effect for seed in range(1, 30) for mutant in drawn(root, seed)}
     assert all("None:" not in effect.partition(" -> ")[0].split("def")[-1] for effect in effects)
     condition = "if x is None or x < most:"
@@ -65,14 +83,14 @@ def test_each_place_is_drawn_once_and_annotations_are_none(root: Path) -> None:
     assert {len([*drawn(root, seed)]) for seed in range(1, 30)} == {12}
 
 
-def test_a_seed_draws_the_same_again_and_another_one_others(root: Path) -> None:
+def test_a_seed_draws_the_same_again_and_another_one_others(drawn: Draw, root: Path) -> None:
     first = [mutant.id for mutant in drawn(root, 7)]
     assert first == [mutant.id for mutant in drawn(root, 7)]
     assert first != [mutant.id for mutant in drawn(root, 8)]
     assert len({*first}) == 12
 
 
-def test_every_drawn_mutant_can_be_planted(root: Path) -> None:
+def test_every_drawn_mutant_can_be_planted(drawn: Draw, root: Path) -> None:
     for mutant in drawn(root, 3):
         site = locate(mutant, root)
         assert SOURCE.count(mutant.old) == 1
@@ -80,11 +98,11 @@ def test_every_drawn_mutant_can_be_planted(root: Path) -> None:
 
 
 def test_the_sources_are_there() -> None:
-    assert all((ROOT / name).exists() for name in SOURCES)
+    assert all((ROOT / name).exists() for name in import_module(LIBRARY).SOURCES)
 
 
 def test_what_was_judged_is_kept_with_its_text_and_forgotten_with_it(
-    root: Path, tmp_path: Path
+    drawn: Draw, root: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "operators.jsonl"
     kept = Drawn(path, root)
@@ -117,7 +135,7 @@ def test_what_was_judged_is_kept_with_its_text_and_forgotten_with_it(
     ],
 )
 def test_the_share_leaves_out_what_cannot_be_seen_and_what_nobody_executes(
-    root: Path, tmp_path: Path, fates: tuple[Fate, ...], said: str
+    drawn: Draw, root: Path, tmp_path: Path, fates: tuple[Fate, ...], said: str
 ) -> None:
     kept = Drawn(tmp_path / "operators.jsonl", root)
     for mutant, fate in zip(drawn(root, 1), fates, strict=False):
