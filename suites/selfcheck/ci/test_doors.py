@@ -235,6 +235,7 @@ extras = none
         frozenset({"test"}),
         frozenset({"test", "gpu"}),
         frozenset({"test", "lint"}),
+        frozenset({"test", "operators"}),
     }
 
 
