@@ -91,11 +91,13 @@ class MachineMonitor:
         seen = self.readings
         known = seen[0].processes - self.present
         throttled = sorted({reason for reading in seen for reason in reading.throttled})
+        # The first reading's power cap is that of the load before.
+        capped = [reading.capped for reading in seen[1:] or seen]
         return {
             "load": self.load,
             "foreign_processes": len(frozenset().union(*(r.processes for r in seen)) - known),
             "throttled": tuple(throttled),
-            "capped": sum(reading.capped for reading in seen) / len(seen),
+            "capped": sum(capped) / len(capped),
             "mhz": median(reading.mhz for reading in seen),
             "celsius": max(reading.celsius for reading in seen),
             "machine": self.gpu.machine,

@@ -25,7 +25,7 @@ class Gpu:
             mhz=1000.0 if self.reads == 1 else 1980.0,
             celsius=40.0 + self.reads,
             throttled=("power brake",) if self.reads == 2 else (),
-            capped=self.reads == 1,
+            capped=self.reads in (1, 3),
             processes=frozenset({10, 11} if self.reads < 3 else {10, 11, 99}),
         )
 
@@ -39,10 +39,18 @@ def test_a_monitor_reports_the_gpu_and_other_processes(monkeypatch):
     facts = monitor.facts()
     assert facts["foreign_processes"] == 2  # 10 was there before any server, 99 came
     assert facts["throttled"] == ("power brake",)
-    assert facts["capped"] == pytest.approx(1 / fake.reads)
+    # The first reading's flag is the load's before.
+    assert facts["capped"] == pytest.approx(1 / (fake.reads - 1))
     assert facts["mhz"] == 1980.0
     assert facts["celsius"] == 40.0 + fake.reads
     assert (facts["machine"], facts["pcie_full"]) == ("driver 1, MIG off", False)
+
+
+def test_a_single_reading_tells_the_power_cap():
+    with MachineMonitor(gpu=Gpu()) as monitor:
+        pass
+    assert len(monitor.readings) == 1
+    assert monitor.facts()["capped"] == 1.0
 
 
 def test_without_a_gpu_only_the_host_is_told_and_our_own_work_is_no_load(monkeypatch):

@@ -98,7 +98,7 @@ def option(stage: Stage, name: str) -> str:
     return stage.argv[stage.argv.index(name) + 1]
 
 
-@pytest.mark.parametrize(("sm", "backend"), [("10.3", "trtllm_mha"), ("9.0", "flashinfer")])
+@pytest.mark.parametrize(("sm", "backend"), [("10.3", "trtllm_mha"), ("9.0", "triton")])
 def test_benchmark_compares_two_environments_with_controls(sm: str, backend: str) -> None:
     night = plan_of(sm)
     stage = night["bench"]
