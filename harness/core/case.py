@@ -60,11 +60,15 @@ class KVDtype(StrEnum):
 
 
 class Inputs(StrEnum):
-    """Kind of a case's inputs: random, or traced so that outputs name the keys that were read."""
+    """Kind of a case's inputs: random, or traced so that outputs name the keys that were read.
+
+    Weighted are traced ones whose softmax weights and values FP8 holds exactly, and not all alike.
+    """
 
     RANDOM = "random"
     # The value that goldens were recorded with.
     TRACED = "watched"
+    WEIGHTED = "weighted"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,7 @@ def make_trial_inputs(case: Case, *decoys: Case) -> TrialInputs:
         decoys: cases to replay before and after it.
     """
     inputs = _drawn(case, *decoys)
-    if case.inputs is Inputs.TRACED and case.bs:
+    if case.inputs is not Inputs.RANDOM and case.bs:
         return with_tracers(inputs, by_distance_from_the_end(case)[: capacity(case)])
     return inputs
 

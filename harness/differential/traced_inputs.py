@@ -3,20 +3,29 @@
 Queries are zero, so every key weighs the same, and a token's value is non-zero in one column of
 its own: a column is zero exactly where no key of that token was read. Every traced position has
 its own token; slots nobody owns, the padding page, and the decoys have one each.
+
+Weighted ones have scores of -0 … -7 times the logarithm of 2: softmax weights are powers of two,
+which FP8 rounds no further, and values grow as the weights shrink, so that every column is alike.
+An FP8 kernel's answer is then nearly exact, and 1 % of a scale moves it by several.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from harness.core.case import Case, Family, KVDtype, Mode
+from harness.core.case import Case, Family, Inputs, KVDtype, Mode
 from harness.differential.input_types import BatchInputs, ProbeWeights, TrialInputs
 from harness.differential.key_tracers import TracerReading, make_tracer, read_tracer
+from harness.differential.probe_model import rotate
 
 # Tokens; the first has no column.
 SILENT, DRAFTED, DECOY, UNOWNED, PADDING, FIRST_TRACED = range(6)
+LEVELS = 8
+"""Different softmax weights of weighted inputs: 1, 1/2, 1/4, …"""
 
 
 def by_distance_from_the_end(case: Case) -> list[tuple[int, int]]:
@@ -39,7 +48,7 @@ def with_tracers(inputs: TrialInputs, keys: list[tuple[int, int]]) -> TrialInput
     tokens = {key: FIRST_TRACED + i for i, key in enumerate(keys)}
     return replace(
         inputs,
-        weights=_weights(inputs.case, inputs.weights),
+        weights=_weights(inputs.case, inputs.weights, keys),
         tested=_retokenized(inputs.tested, tokens),
         decoys=tuple(_retokenized(decoy, None) for decoy in inputs.decoys),
         traced=tuple(keys),
@@ -84,7 +93,9 @@ def _columns(case: Case) -> int:
     return kv_heads * dim
 
 
-def _weights(case: Case, drawn: ProbeWeights) -> ProbeWeights:
+def _weights(
+    case: Case, drawn: ProbeWeights, keys: Sequence[tuple[int, int]]
+) -> ProbeWeights:
     mla = case.family is Family.MLA
     kv_heads, dim = _value_shape(case)
     columns = _columns(case)
@@ -92,10 +103,19 @@ def _weights(case: Case, drawn: ProbeWeights) -> ProbeWeights:
     tokens = range(DRAFTED, 1 + columns)
     tracer = make_tracer(tokens, total=1 + columns, q_len=1 + columns, latent=mla, **shape)
     # In an FP8 cache a column holds the same power of two whatever the scale.
-    scale = 1.0
+    k_scale = v_scale = 1.0
     if case.kv_dtype is KVDtype.FP8:
-        scale = case.k_scale if mla else case.v_scale
-    k, v = tracer.k * scale, tracer.v * scale
+        k_scale, v_scale = case.k_scale, case.k_scale if mla else case.v_scale
+    v = tracer.v * v_scale
+    rotated = case.qk_rope_head_dim if mla else dim
+    q, k = (torch.zeros(1 + columns, n, rotated) for n in (case.num_q_heads, kv_heads))
+    scaling = drawn.scaling
+    if case.inputs is Inputs.WEIGHTED:
+        v *= 2.0 ** (_levels(columns) - LEVELS + 1)[:, None, None]
+        query, key = _scored(columns, rotated, [position for _, position in keys])
+        q += query
+        k += key * k_scale
+        scaling = math.log(2) / k_scale
 
     def layers(table: torch.Tensor) -> torch.Tensor:
         return table.expand(case.num_layers, *table.shape).clone()
@@ -103,17 +123,42 @@ def _weights(case: Case, drawn: ProbeWeights) -> ProbeWeights:
     # Whatever a draft read, its choice is the same.
     lm_head = torch.zeros(drawn.hidden_size, 1 + columns)
     lm_head[:, DRAFTED] = drawn.hidden_size**-0.5
-    rope = torch.zeros(1 + columns, case.num_q_heads, case.qk_rope_head_dim)
     return ProbeWeights(
-        q=layers(tracer.q),
-        k=layers(k),
+        q=layers(tracer.q if mla else q),
+        k=layers(v if mla else k),
         v=None if mla else layers(v),
-        q_rope=layers(rope) if mla else None,
-        k_rope=layers(rope[:, :1]) if mla else None,
+        q_rope=layers(q) if mla else None,
+        k_rope=layers(k) if mla else None,
         sinks=None if drawn.sinks is None else torch.zeros_like(drawn.sinks),
         lm_head=lm_head,
-        scaling=drawn.scaling,
+        scaling=scaling,
     )
+
+
+def _levels(columns: int) -> torch.Tensor:
+    """[1 + columns] float32, of every token: its weight is 2 ** -level."""
+    token = torch.arange(1 + columns)
+    return torch.where(token < FIRST_TRACED, 0, token % LEVELS).float()
+
+
+def _scored(
+    columns: int, dim: int, positions: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Query and key of every token, [1 + columns, 1, dim]: their product is minus the key's level.
+
+    A traced token has one position, so that its rotation is undone beforehand. The query and the
+    key of any other are zero.
+    """
+    traced = torch.arange(1 + columns)[:, None] >= FIRST_TRACED
+    # One element of every pair that a rotation turns: of half of the pairs the first.
+    half = dim // 2
+    used = torch.zeros(dim)
+    used[: half // 2] = used[half + half // 2 :] = 1.0
+    query = used * traced
+    key = query * -_levels(columns)[:, None] / half
+    at = torch.zeros(1 + columns, dtype=torch.int64)
+    at[FIRST_TRACED : FIRST_TRACED + len(positions)] = torch.tensor(positions)
+    return rotate(query[:, None], -at), rotate(key[:, None], -at)
 
 
 def _retokenized(batch: BatchInputs, tokens: dict[tuple[int, int], int] | None) -> BatchInputs:
