@@ -93,9 +93,7 @@ def _columns(case: Case) -> int:
     return kv_heads * dim
 
 
-def _weights(
-    case: Case, drawn: ProbeWeights, keys: Sequence[tuple[int, int]]
-) -> ProbeWeights:
+def _weights(case: Case, drawn: ProbeWeights, keys: Sequence[tuple[int, int]]) -> ProbeWeights:
     mla = case.family is Family.MLA
     kv_heads, dim = _value_shape(case)
     columns = _columns(case)
@@ -141,9 +139,7 @@ def _levels(columns: int) -> torch.Tensor:
     return torch.where(token < FIRST_TRACED, 0, token % LEVELS).float()
 
 
-def _scored(
-    columns: int, dim: int, positions: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _scored(columns: int, dim: int, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Query and key of every token, [1 + columns, 1, dim]: their product is minus the key's level.
 
     A traced token has one position, so that its rotation is undone beforehand. The query and the
