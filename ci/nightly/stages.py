@@ -117,9 +117,10 @@ def plan(
     installed = tuple(name for name, arm in arms.items() if not arm.is_python)
     serves = tuple(name for name in installed if name == "candidate")
     latency = ("--report", str(out), f"--junitxml={out}/latency.xml")
+    triples = ("--covering", "3", *DIFFERENTIAL_SUITES)
     measured = (*_bench(machine, bench, out, arms), *options)
     return [
-        Stage("differential", module("harness", "gpu", "--report", str(out), *DIFFERENTIAL_SUITES)),
+        Stage("differential", module("harness", "gpu", "--report", str(out), *triples)),
         Stage("latency", module("harness", "latency", *latency)),
         *_properties(config["properties"]["seconds"], out),
         *installs,

@@ -127,6 +127,7 @@ class Record:
         seconds: wall time.
         environment: the machine.
         reproduce: the command that runs this trial alone.
+        test: node id of the test that left it; empty where none did.
         planned: trials of its run, itself included; 0 where they were not counted.
         recorded: time, ISO 8601, UTC; empty where it was not taken.
     """
@@ -147,6 +148,7 @@ class Record:
     seconds: float = 0.0
     environment: Environment
     reproduce: str = ""
+    test: str = ""
     planned: int = 0
     recorded: str = ""
 

@@ -1,0 +1,138 @@
+"""A run that was cut short goes on with --resume: what passed is not run again, nothing is lost."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from ci import gate
+from harness.core.paths import ROOT
+from harness.core.record import Record, Verdict, read_records, write_records
+
+pytest_plugins = ["pytester"]
+
+# Trials of this machine; "case3" fails until a file says otherwise, and each run is told apart.
+TESTS = """
+import os
+from pathlib import Path
+import pytest
+from fixtures.fakes.sample_records import trial
+from harness.core.environment import environment
+from harness.core.record import Verdict
+
+@pytest.mark.parametrize("number", range(6))
+def test_trial(record_trial, number):
+    with Path("ran.txt").open("a") as file:
+        file.write(f"{number} ")
+    if number == 4 and os.environ.get("KILLED"):
+        os._exit(9)
+    red = number == 3 and not Path("mended").exists()
+    verdict = Verdict.WRONG_NUMBERS if red else Verdict.PASSED
+    facts = {"environment": environment(), "message": "off" if red else ""}
+    record_trial(trial(f"case{number}", verdict, **facts))
+    assert not red
+
+def test_without_a_trial():
+    pass
+"""
+ARGS = ("-p", "no:cacheprovider", "--report", "out")
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    monkeypatch.setenv("PYTHONPATH", paths)
+    plugins = [f"fixtures.pytest_plugin.{name}" for name in ("resume", "shards", "records")]
+    pytester.makeconftest(f"pytest_plugins = {plugins}")
+    pytester.makepyfile(test_trials=TESTS)
+    return pytester
+
+
+def ran(project: pytest.Pytester) -> list[int]:
+    """Trials that ran since it was last asked."""
+    path = project.path / "ran.txt"
+    numbers = [int(word) for word in path.read_text().split()] if path.exists() else []
+    path.unlink(missing_ok=True)
+    return sorted(numbers)
+
+
+def records(project: pytest.Pytester) -> dict[str, Record]:
+    found = list(read_records(project.path / "out" / "records.jsonl"))
+    assert len({record.case for record in found}) == len(found)
+    return {record.case: record for record in found}
+
+
+def test_a_killed_run_goes_on(
+    project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KILLED", "1")
+    project.runpytest_subprocess(*ARGS)
+    assert ran(project) == [0, 1, 2, 3, 4]
+    assert list(records(project)) == ["case0", "case1", "case2", "case3"]
+    monkeypatch.delenv("KILLED")
+    (project.path / "mended").touch()
+    with (project.path / "out" / "records.jsonl").open("a") as file:
+        file.write('{"format": 1, "case": "ca')
+    assert project.runpytest_subprocess(*ARGS, "--resume").ret == 0
+    assert ran(project) == [3, 4, 5]
+    found = records(project)
+    assert sorted(found) == [f"case{number}" for number in range(6)]
+    assert {record.verdict for record in found.values()} == {Verdict.PASSED}
+    assert {record.planned for record in found.values()} == {6}
+    assert {record.test for record in found.values()} == {
+        f"test_trials.py::test_trial[{number}]" for number in range(6)
+    }
+    capsys.readouterr()
+    assert gate.main([str(project.path / "out" / "records.jsonl")]) == 0
+
+
+def test_without_it_everything_runs_again(project: pytest.Pytester) -> None:
+    for _ in range(2):
+        project.runpytest_inprocess(*ARGS)
+        assert ran(project) == [0, 1, 2, 3, 4, 5]
+
+
+def test_workers_leave_out_the_same(project: pytest.Pytester) -> None:
+    project.runpytest_subprocess(*ARGS, "-n", "2")
+    assert ran(project) == [0, 1, 2, 3, 4, 5]
+    assert project.runpytest_subprocess(*ARGS, "-n", "2", "--resume").ret == 1
+    assert ran(project) == [3]
+    assert records(project)["case3"].verdict is Verdict.WRONG_NUMBERS
+
+
+def test_where_nothing_is_left_the_run_is_green(project: pytest.Pytester) -> None:
+    (project.path / "mended").touch()
+    project.runpytest_inprocess(*ARGS)
+    ran(project)
+    result = project.runpytest_inprocess(*ARGS, "--resume", "-k", "test_trial")
+    assert (result.ret, ran(project), len(records(project))) == (0, [], 6)
+
+
+@pytest.mark.parametrize("fact", ["commit", "torch", "device"])
+def test_records_of_another_tree_or_machine_are_refused(
+    project: pytest.Pytester, fact: str
+) -> None:
+    project.runpytest_inprocess(*ARGS)
+    path = project.path / "out" / "records.jsonl"
+    found = list(records(project).values())
+    there = replace(found[1].environment, **{fact: "another"})
+    path.unlink()
+    write_records(path, [found[0], replace(found[1], environment=there)])
+    before = path.read_bytes()
+    result = project.runpytest_inprocess(*ARGS, "--resume")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert f"{fact} = 'another' is not accepted; accepted: " in "\n".join(result.errlines)
+    assert path.read_bytes() == before
+
+
+def test_without_records_it_is_refused(project: pytest.Pytester) -> None:
+    result = project.runpytest_inprocess(*ARGS, "--resume")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    [line] = [line for line in result.errlines if line]
+    assert "--resume = " in line
+    assert "is not accepted; accepted: the records of a run" in line
+    [line] = filter(None, project.runpytest_inprocess(*ARGS[:2], "--resume").errlines)
+    assert "--resume needs --report DIR" in line
