@@ -57,7 +57,8 @@ def forward_operations(
         conventions: of its backend.
         capability: of the kernel, one of ``EMULATED``.
         execution: whether views count.
-        tokens: query tokens of one forward, padded ones included.
+        tokens: query tokens of one forward; a graph's padded ones included, since an eager kernel
+            sees the real ones alone.
 
     Raises:
         ValueError: nobody counted what such a backend does.
@@ -67,10 +68,10 @@ def forward_operations(
     mla, draft = case.family is Family.MLA, case.mode is Mode.MULTI_STEP_DRAFT
     adds_hidden = case.mode in (Mode.DRAFT_EXTEND, Mode.DRAFT_EXTEND_V2)
     pads_queries = mla and case.mode is Mode.DRAFT_EXTEND
+    is_single = (case.bs * max(case.q_lens) if pads_queries else tokens) == 1
     if execution is EAGER:
         each = 145 + 2 * mla + 5 * draft + 2 * adds_hidden + 6 * pads_queries
-        # One query of the kernel is copied; where it pads queries itself, it sees real ones alone.
-        each += 2 * ((case.bs * max(case.q_lens) if pads_queries else tokens) == 1)
+        each += 2 * is_single  # of the kernel's query, which is copied then
         once = 5 * draft
     else:
         each = 101 + 4 * draft + 2 * adds_hidden + 6 * pads_queries
@@ -82,6 +83,7 @@ def forward_operations(
         # Keys and values are scaled and cast; a query, too, where the kernel wants it in FP8.
         casts_query = capability.casts_query_to_kv_dtype and not mla
         each += case.num_layers * (11 if casts_query else 8)
+        each += case.num_layers * (is_single and casts_query and execution is EAGER)
     return _forwards(case) * each + once
 
 

@@ -120,7 +120,7 @@ def _eager(rig: Rig) -> ForwardResult:
     rows = case.bs if case.mode is Mode.MULTI_STEP_DRAFT else case.num_tokens
     violations = check_waits((*planning.waits, *running.waits)) + scheduler.check()
     violations += check_entries(calls(rig), case, rig.subject.conventions)
-    operations = check_eager(rig, planning, running, rows + case.padded_rows)
+    operations = check_eager(rig, planning, running, rows)
     violations += [
         f"{name}: row {rows + i} of DP padding is not finite [padding]"
         for name, tensor in tensors(output).items()

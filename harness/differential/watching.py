@@ -51,7 +51,7 @@ def _is_counted(rig: Rig) -> bool:
 
 
 def check_eager(rig: Rig, planning: Watched, running: Watched, tokens: int) -> list[str]:
-    """Operations of a plan, and of a forward over so many tokens."""
+    """Operations of a plan, and of a forward over so many real tokens."""
     if not _is_counted(rig):
         return []
     of = rig.case, rig.subject.conventions, rig.subject.capability, Execution.EAGER
