@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ci.nightly.machine import Machine
+from ci.nightly.trials import TRIPLES
 from harness.core.paths import ROOT
 from harness.errors import UsageError, rejected
 
@@ -117,10 +118,14 @@ def plan(
     installed = tuple(name for name, arm in arms.items() if not arm.is_python)
     serves = tuple(name for name in installed if name == "candidate")
     latency = ("--report", str(out), f"--junitxml={out}/latency.xml")
-    triples = ("--covering", "3", *DIFFERENTIAL_SUITES)
+    on_cpu = ("--report", str(out / "cpu"), "--device", "cpu", "-n", "auto", "-k", "with")
     measured = (*_bench(machine, bench, out, arms), *options)
     return [
-        Stage("differential", module("harness", "gpu", "--report", str(out), *triples)),
+        Stage(
+            "differential",
+            module("harness", "gpu", "--report", str(out), *TRIPLES, *DIFFERENTIAL_SUITES),
+        ),
+        Stage("triples on cpu", module("harness", "run", *on_cpu, *TRIPLES)),
         Stage("latency", module("harness", "latency", *latency)),
         *_properties(config["properties"]["seconds"], out),
         *installs,

@@ -12,6 +12,9 @@ from ci.nightly.machine import Sm, shown
 from harness.core.record import Record, Verdict
 from harness.errors import UsageError
 
+TRIPLES = ("--covering", "3")
+"""Options of a run whose covering rows have every feasible triple of values."""
+
 
 @dataclass(frozen=True)
 class PlannedTrial:
@@ -30,7 +33,7 @@ def planned(sm: Sm) -> list[PlannedTrial]:
     Raises:
         UsageError: the plan cannot be made; the message is its last line.
     """
-    done = started("fixtures.planned", "--gpu", shown(sm))
+    done = started("fixtures.planned", "--gpu", shown(sm), *TRIPLES)
     if done.returncode:
         raise UsageError(f"no plan: {(done.stderr.strip().splitlines() or ['no cause given'])[-1]}")
     rows = json.loads(done.stdout)

@@ -22,6 +22,7 @@ from harness.core.paths import ROOT
 from harness.errors import UsageError
 
 CONFIG = machine.configuration()
+FIRST = ("differential", "triples on cpu", "latency")
 PROPERTIES = ("properties on cpu", "properties on cuda")
 PINS = {"reference": "sglang==0.5.14", "candidate": "sglang"}
 
@@ -102,7 +103,8 @@ def option(stage: Stage, name: str) -> str:
 def test_benchmark_compares_two_environments_with_controls(sm: str, backend: str) -> None:
     night = plan_of(sm)
     stage = night["bench"]
-    assert list(night)[:4] == ["differential", "latency", *PROPERTIES]
+    assert list(night)[:5] == [*FIRST, *PROPERTIES]
+    assert [option(night[name], "--covering") for name in FIRST[:2]] == ["3", "3"]
     assert list(night)[-2:] == ["server", "bench"]
     assert stage.needs == ("reference", "candidate")
     asked = bench_options(stage)
@@ -170,7 +172,7 @@ def test_an_installed_python_needs_no_environment() -> None:
     assert not [name for name in night if name.startswith("reference")]
     assert night["bench"].needs == ("candidate",)
     both = plan_of(reference=sys.executable, candidate=sys.executable)
-    assert list(both) == ["differential", "latency", *PROPERTIES, "server", "bench"]
+    assert list(both) == [*FIRST, *PROPERTIES, "server", "bench"]
     assert not any(stage.needs for stage in both.values())
     assert f"python={sys.executable}" in option(night["bench"], "--a")
 
@@ -187,7 +189,7 @@ def test_commands_of_stages_exist() -> None:
     assert paths
     assert all((ROOT / path).is_dir() for path in paths)
     assert [stage.argv[2] for stage in night.values() if stage.argv[1] == "-m"] == [
-        "harness", "harness", "pytest", "pytest",
+        "harness", "harness", "harness", "pytest", "pytest",
         "venv", "pip", "pip", "venv", "pip", "pip", "pytest", "harness",
     ]  # fmt: skip
 

@@ -20,6 +20,7 @@ from harness.core.record import Verdict, write_records
 
 STAGES = (
     "differential",
+    "triples on cpu",
     "latency",
     "properties on cpu",
     "properties on cuda",
