@@ -63,20 +63,20 @@ def run_forward(
     """Run the tested batch on new pools; a replay has its decoys replayed before and after it."""
     unread = subject.numerics(device).unread(inputs.case)
     state = make_pool_state(inputs, device, unread)
-    rig = build(subject, state, padding=_of_padded_lanes(state, execution, unread))
+    rig = build(subject, state, padding=_of_padded_lanes(state, unread))
     with torch.no_grad():
         return _replayed(rig) if execution is Execution.GRAPH else _eager(rig)
 
 
-def _of_padded_lanes(state: PoolState, execution: Execution, unread: float) -> float | None:
-    """Queries, keys and values that padded lanes of a replay compute; None for those of token 0.
+def _of_padded_lanes(state: PoolState, unread: float) -> float | None:
+    """Queries, keys and values that padded lanes compute; None for those of token 0.
 
     A draft may choose token 0 for a request, and traced inputs need it. On a GPU nobody has tried
     yet what NaN does.
     """
     drafts = state.case.mode is Mode.MULTI_STEP_DRAFT
-    replays_on_cpu = execution is Execution.GRAPH and state.device.type == "cpu"
-    return None if drafts or state.inputs.traced or not replays_on_cpu else unread
+    on_gpu = state.device.type != "cpu"
+    return None if drafts or state.inputs.traced or on_gpu else unread
 
 
 def decoys(case: Case) -> tuple[Case, ...]:
