@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +120,14 @@ def plan(
     serves = tuple(name for name in installed if name == "candidate")
     latency = ("--report", str(out), f"--junitxml={out}/latency.xml")
     on_cpu = ("--report", str(out / "cpu"), "--device", "cpu", "-n", "auto", "-k", "with")
+    other_inputs = ("--draw", str(datetime.now(UTC).date().toordinal()))
     measured = (*_bench(machine, bench, out, arms), *options)
     return [
         Stage(
             "differential",
             module("harness", "gpu", "--report", str(out), *TRIPLES, *DIFFERENTIAL_SUITES),
         ),
-        Stage("triples on cpu", module("harness", "run", *on_cpu, *TRIPLES)),
+        Stage("triples on cpu", module("harness", "run", *on_cpu, *other_inputs, *TRIPLES)),
         Stage("latency", module("harness", "latency", *latency)),
         *_properties(config["properties"]["seconds"], out),
         *installs,

@@ -21,6 +21,9 @@ from harness.core.record import Record, Verdict
 from harness.differential.trial import explanation, run_trial, untried
 from harness.subjects import Subject, custom_subjects
 
+DRAW = "+draw"
+"""Between the id of a row and the number of its drawing."""
+
 
 def alone(device: torch.device) -> FileLock:
     """Held by one long row at a time: what two of them take may not fit a GPU."""
@@ -29,10 +32,13 @@ def alone(device: torch.device) -> FileLock:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     custom = metafunc.config.getoption("--kernel")
-    covering = metafunc.config.getoption("--covering")
+    covering, number = map(metafunc.config.getoption, ("--covering", "--draw"))
     planned = trials(metafunc.config.getoption("--device"), covering=covering)
     if custom is not None:
         planned = custom_trials(custom_subjects(custom))
+    if number:
+        # Inputs are drawn from the id.
+        planned = ((replace(c, id=f"{c.id}{DRAW}{number}"), s, e) for c, s, e in planned)
     metafunc.parametrize(
         ("case", "subject", "execution"),
         [pytest.param(c, s, e, id=f"{c.id}-{s.name}-{e}") for c, s, e in planned],
@@ -47,10 +53,13 @@ def test_case(
     device: torch.device,
     record_trial: Callable[[Record], None],
 ) -> None:
+    row, _, number = case.id.partition(DRAW)
     axes = values_of_trial(case, subject.kernel, execution)
     record_trial(replace(untried(case, subject, execution, device), axes=axes))
-    with alone(device) if case.id in LONG else nullcontext():
+    with alone(device) if row in LONG else nullcontext():
         record = run_trial(case, subject, execution, device, load_row(case))
+    if number:
+        record = replace(record, reproduce=f"{record.reproduce} --draw {number}")
     record_trial(replace(record, axes=axes))
     if record.verdict is Verdict.REFUSED:
         pytest.skip(record.message)

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,8 @@ def test_benchmark_compares_two_environments_with_controls(sm: str, backend: str
     stage = night["bench"]
     assert list(night)[:5] == [*FIRST, *PROPERTIES]
     assert [option(night[name], "--covering") for name in FIRST[:2]] == ["3", "3"]
+    drawn = date.fromordinal(int(option(night[FIRST[1]], "--draw")))
+    assert abs(drawn - datetime.now(UTC).date()) <= timedelta(days=1)
     assert list(night)[-2:] == ["server", "bench"]
     assert stage.needs == ("reference", "candidate")
     asked = bench_options(stage)
