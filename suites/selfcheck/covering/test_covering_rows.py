@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fixtures.covering import arrays, rows
-from fixtures.covering.arrays import STRENGTHS, load, path, text_of
+from fixtures.covering import arrays, generate, rows
+from fixtures.covering.arrays import STRENGTHS, covered, load
 from fixtures.covering.counted import count
 from fixtures.covering.feasible import Feasibility
-from fixtures.covering.generate import rows as generated
 from fixtures.covering.rows import (
     MARK,
     case_id,
@@ -22,13 +22,13 @@ from fixtures.covering.rows import (
 )
 from fixtures.plan import covering_trials, trials
 from fixtures.tables import CASES
-from fixtures.tables.axes import AXES, CPU, MACHINES, Machine
+from fixtures.tables.axes import AXES, CPU, MACHINES, RULES, Machine
 from harness.core.capability import CAPABILITIES as KERNELS
 from harness.core.capability import refusal
 from harness.core.case import Case, Execution, Family, KVDtype, Layout, Mode
 from harness.errors import UsageError
 
-KEPT = [(m, s) for m in MACHINES for s in STRENGTHS if path(m, s).is_file()]
+KEPT = [(m, s) for m in MACHINES for s in STRENGTHS]
 BY_NAME = pytest.mark.parametrize(
     ("machine", "strength"), KEPT, ids=[f"{machine.name}-{strength}" for machine, strength in KEPT]
 )
@@ -111,9 +111,36 @@ def _product(sizes: tuple[int, ...]) -> int:
     return first * (_product(tuple(rest)) if rest else 1)
 
 
-def test_kept_rows_are_the_generators() -> None:
-    made = generated(Feasibility(CPU), 2)
-    assert path(CPU, 2).read_text(encoding="utf-8") == text_of(made)
+@BY_NAME
+def test_kept_rows_are_of_the_axes_and_rules_of_today(machine: Machine, strength: int) -> None:
+    assert covered(machine, strength) == Feasibility(machine).digest, (
+        "python -m fixtures.covering.generate writes them anew"
+    )
+
+
+def test_a_digest_tells_axes_and_rules_apart() -> None:
+    digest = Feasibility(CPU).digest
+    assert digest == Feasibility(CPU).digest
+    wider = AXES | {"page": (*AXES["page"], 256)}
+    assert Feasibility(CPU, axes=wider).digest != digest
+    assert Feasibility(CPU, rules=RULES[:-1]).digest != digest
+    assert Feasibility(replace(CPU, most_tokens=2**15)).digest != digest
+    reworded = tuple(replace(rule, reason="because") for rule in RULES)
+    assert Feasibility(CPU, rules=reworded).digest == digest
+
+
+def test_what_is_generated_is_written_and_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = list(load(CPU, 2))[:5]
+    monkeypatch.setattr(arrays, "FOLDER", tmp_path)
+    monkeypatch.setattr(generate, "FOLDER", tmp_path)
+    monkeypatch.setattr(generate, "rows", lambda feasible, strength: made[:strength])
+    assert generate.main(["--machine", "cpu"]) == 0
+    arrays.load.cache_clear()
+    assert [list(load(CPU, strength)) for strength in STRENGTHS] == [made[:2], made[:3]]
+    assert {covered(CPU, strength) for strength in STRENGTHS} == {Feasibility(CPU).digest}
+    arrays.load.cache_clear()
 
 
 def test_lengths_are_ragged_around_the_edges_of_pages() -> None:
@@ -150,8 +177,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_triples_are_planned_beside_pairs_and_not_twice(folder: Path) -> None:
-    (folder / "cpu-2.txt").write_text("kernel family page\nxqa mha 64\nxqa mha 16\n")
-    (folder / "cpu-3.txt").write_text("kernel family page\nxqa mha 16\ntrtllm_gen mha 16\n")
+    (folder / "cpu-2.txt").write_text("digest\nkernel family page\nxqa mha 64\nxqa mha 16\n")
+    (folder / "cpu-3.txt").write_text("digest\nkernel family page\nxqa mha 16\ntrtllm_gen mha 16\n")
     planned = [(c.id, s.name) for c, s, _ in covering_trials(None, 3)]
     assert planned == [
         ("mha-extend-with", "trtllm_mha/xqa"),
@@ -161,7 +188,7 @@ def test_triples_are_planned_beside_pairs_and_not_twice(folder: Path) -> None:
 
 
 def test_rows_that_nobody_kept_are_refused(folder: Path) -> None:
-    (folder / "cpu-2.txt").write_text("kernel family\nxqa mha\n")
+    (folder / "cpu-2.txt").write_text("digest\nkernel family\nxqa mha\n")
     with pytest.raises(UsageError, match="'cpu-3' is not accepted; accepted: cpu-2"):
         list(covering_trials(None, 3))
 
