@@ -178,6 +178,11 @@ def _refuse_stray(launch: Launch, access: str, addresses: Any, size: int) -> Non
     if not inside.all():
         stray = int(addresses[~inside].min())
         before = [span for span in spans if span[0] <= stray]
-        _, end, nearest = max(before, key=lambda span: span[0]) if before else spans[0]
+        if before:
+            _, end, nearest = max(before, key=lambda span: span[0])
+            where = f"{stray + size - end} bytes past the end"
+        else:
+            start, _, nearest = min(spans, key=lambda span: span[0])
+            where = f"{start - stray} bytes before the start"
         shape = f"{str(nearest.dtype).removeprefix('torch.')}{list(nearest.shape)}"
-        raise ContractError(f"{access}s {stray + size - end} bytes past the end of {shape}")
+        raise ContractError(f"{access}s {where} of {shape}")

@@ -13,7 +13,7 @@ from harness.core.case import Execution
 from harness.core.record import Verdict
 from harness.differential.forward import decoys, run_forward
 from harness.differential.inputs import make_trial_inputs
-from harness.differential.judge import judge
+from harness.differential.judge import _choices, judge
 from harness.differential.rig import Rig
 from harness.differential.trial import run_trial
 from harness.kernels import workspace
@@ -62,3 +62,15 @@ def test_semaphores_that_a_kernel_left_dirty(monkeypatch: pytest.MonkeyPatch) ->
     record = run_trial(find("mha-decode-bs2_ragged"), XQA, EAGER)
     assert record.verdict is Verdict.BROKEN_INVARIANT
     assert record.message.startswith("semaphores of xqa on cpu: byte 6 ")
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize(("tie", "verdict"), [(0.67, Verdict.PASSED), (0.66, Verdict.WRONG_TOKENS)])
+def test_a_tie_is_measured_by_the_rms_of_its_row(
+    scale: float, tie: float, verdict: Verdict
+) -> None:
+    # The root mean square is 3, and the second token is 2 behind the first.
+    logits = torch.tensor([[3.0, 1.0, 1.0, -5.0]], dtype=torch.float64) * scale
+    found = _choices("topk", torch.tensor([1]), logits, tie, None)
+    assert found.verdict is verdict
+    assert found.error == pytest.approx(2 / 3)

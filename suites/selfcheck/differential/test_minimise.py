@@ -30,6 +30,14 @@ def judged(is_red: Callable[[Case], bool]) -> Callable[[Case], Record]:
     return run
 
 
+def test_a_step_leaves_a_request_and_narrows() -> None:
+    single = replace(CASES["mha-target_verify-bs1_longest"], num_draft_tokens=6)
+    steps = list(reductions(single))
+    assert {case.bs for case in steps} == {1}
+    assert [c.num_draft_tokens for c in steps if c.num_draft_tokens != 6] == [1, 2, 5]
+    assert sorted({case.bs for case in reductions(RAGGED)}) == [7, 8]
+
+
 def test_only_what_the_fault_needs_is_left() -> None:
     def is_red(case: Case) -> bool:
         return case.bs >= 2 and max(case.prefix_lens) > case.page_size
