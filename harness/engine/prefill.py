@@ -49,22 +49,21 @@ class PrefillChunk:
 
 
 def chunks(
-    prompts: Sequence[Sequence[int]], size: int | None, cached: Sequence[int] = ()
+    prompts: Sequence[Sequence[int]], size: int | None, cached: Sequence[int]
 ) -> Iterator[PrefillChunk]:
     """Prompts in chunks of at most size tokens, None for whole; one empty chunk without prompts.
 
     Args:
         prompts: their tokens.
         size: most tokens per request and chunk.
-        cached: tokens per prompt that are in the cache already, all 0 if empty.
+        cached: tokens per prompt that are in the cache already.
     """
-    begins = list(cached) or [0] * len(prompts)
-    left = [len(prompt) - begin for prompt, begin in zip(prompts, begins, strict=True)]
+    left = [len(prompt) - begin for prompt, begin in zip(prompts, cached, strict=True)]
     longest = max(left, default=0)
     step = size or max(longest, 1)
     for done in range(0, max(longest, 1), step):
         live = [i for i, tokens in enumerate(left) if tokens > done]
-        starts = [begins[i] + done for i in live]
+        starts = [cached[i] + done for i in live]
         places = list(zip(live, starts, strict=True))
         yield PrefillChunk(
             requests=live,
@@ -114,11 +113,11 @@ class Prefill:
             raise UsageError(rejected("chunk_size", self.chunk_size, ">= 1 or None"))
 
     def __call__(
-        self, prompts: Sequence[Sequence[int]], rows: list[int], cached: Sequence[int] = ()
+        self, prompts: Sequence[Sequence[int]], rows: list[int], cached: Sequence[int]
     ) -> BatchState:
         """Compute prompts into pages that are reserved already; the bonus is the first token.
 
-        The first ``cached`` tokens of each prompt, none by default, have been computed before.
+        The first ``cached`` tokens of each prompt have been computed before.
         """
         order: list[int] = []
         firsts: list[torch.Tensor] = []

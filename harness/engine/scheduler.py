@@ -52,7 +52,7 @@ class Scheduler:
         self._max_bs = max_bs
         self._max_context_len = max_context_len
         self._kv_manager = KVCacheManager(slots, worker.streams, prefix_cache)
-        self._state = worker.prefill([], [])
+        self._state = worker.prefill([], [], [])
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 

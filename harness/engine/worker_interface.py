@@ -23,7 +23,7 @@ class Worker(Protocol):
         ...
 
     def prefill(
-        self, prompts: Sequence[Sequence[int]], rows: list[int], cached: Sequence[int] = ()
+        self, prompts: Sequence[Sequence[int]], rows: list[int], cached: Sequence[int]
     ) -> BatchState:
         """Compute prompts into reserved pages of request rows; without prompts, run idle."""
         ...

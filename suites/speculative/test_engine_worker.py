@@ -78,7 +78,7 @@ def test_a_forgotten_wait_is_reported(streams: type[RecordedStreams]) -> None:
 def test_rounds_without_requests_run_idle_in_every_phase(version: int) -> None:
     toy = toy_engine(spec_config(3, 4, version))
     toy.trace.clear()
-    state = toy.worker.prefill([], [])
+    state = toy.worker.prefill([], [], [])
     for _ in range(2):
         state, output = toy.worker.step(state)
         assert output.tokens() == []

@@ -74,6 +74,7 @@ def test_good_conditions_and_those_nobody_asked():
     assert reasons(under_the_cap) == ()
     (found,) = reasons([replace(GOOD, mhz=1875.0), under_the_cap[1]])
     assert found.startswith("capped: ")
+    assert reasons([GOOD, replace(GOOD, celsius=GOOD.celsius + 8.0)]) == ()
     after_a_load = replace(GOOD, capped=0.125)
     assert reasons([GOOD, after_a_load]) == ()
     (found,) = reasons([GOOD, replace(after_a_load, mhz=1875.0)])
