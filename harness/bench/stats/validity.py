@@ -9,7 +9,7 @@ from typing import Any
 from harness.errors import UsageError, rejected
 
 CLOCK_SPREAD = 0.01
-CAPPED_SHARE = 0.25
+CAPPED_SHARE = 0.01
 WARMING_C = 8.0
 
 
@@ -53,11 +53,10 @@ def _one(values: Collection[Any]) -> bool:
 
 
 # A power cap is accepted where every trial of the block was under it; clocks then follow the load.
-# Its flag outlasts a load by a sample (a tenth of an H200's trial), which moves no median.
 VALIDITY_CHECKS: tuple[tuple[str, Callable[[Sequence[Any]], bool], str], ...] = (
     ("foreign_processes", lambda seen: not any(seen), "no other process computes on the GPU"),
     ("throttled", lambda seen: not any(seen), "no slowdown, power brake or thermal reason"),
-    ("capped", lambda seen: len({x > CAPPED_SHARE for x in seen}) == 1, "in a quarter or alike"),
+    ("capped", lambda seen: len({x > CAPPED_SHARE for x in seen}) == 1, "in 1 % or alike"),
     ("mhz", lambda seen: max(seen) <= (1 + CLOCK_SPREAD) * min(seen), "clocks within 1 %"),
     ("celsius", lambda seen: max(seen) - min(seen) <= WARMING_C, "within 8 °C"),
     ("machine", _one, "one driver, VBIOS, MIG and ECC state"),

@@ -25,7 +25,7 @@ GOOD = Conditions(
     flushed=True, correct=True,
 )  # fmt: skip
 BAD = {
-    "foreign_processes": 1, "throttled": ("thermal",), "capped": 0.26, "mhz": 1950.0,
+    "foreign_processes": 1, "throttled": ("thermal",), "capped": 0.02, "mhz": 1950.0,
     "celsius": 68.5, "machine": "580/off", "pcie_full": False, "load": 0.5,
     "failed": 1, "output_tokens": 511, "cached_tokens": 16, "flushed": False,
     "correct": False,
@@ -75,10 +75,6 @@ def test_good_conditions_and_those_nobody_asked():
     (found,) = reasons([replace(GOOD, mhz=1875.0), under_the_cap[1]])
     assert found.startswith("capped: ")
     assert reasons([GOOD, replace(GOOD, celsius=GOOD.celsius + 8.0)]) == ()
-    after_a_load = replace(GOOD, capped=0.125)
-    assert reasons([GOOD, after_a_load]) == ()
-    (found,) = reasons([GOOD, replace(after_a_load, mhz=1875.0)])
-    assert found.startswith("mhz: ")
     assert unknown_conditions([GOOD, GOOD]) == reasons([Conditions()]) == ()
     assert (
         set(unknown_conditions([Conditions()]))
