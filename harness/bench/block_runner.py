@@ -161,13 +161,18 @@ class BlockRunner:
         yield wave
 
     def _measure_side_by_side(self, tasks: Sequence[BlockTask]) -> None:
+        """Measure blocks together, one workload after the other.
+
+        A GPU shows the power cap of a load for some tenths of a second after it, so that blocks
+        whose first trial follows another workload's may have to be dropped.
+        """
         with stopped_together() as started:
             launched: dict[str, Launched] = {}
             servers = [self._launch(task, started, launched) for task in tasks]
             wait_together(started)
-            for task, by_place in zip(tasks, servers, strict=True):
-                for workload in task.workloads:
-                    for slot, arm, server in by_place:
+            for workload in tasks[0].session.workloads:
+                for task, by_place in zip(tasks, servers, strict=True):
+                    for slot, arm, server in by_place if workload in task.workloads else ():
                         self._add(self.measure(slot, arm, server, workload))
 
     def _launch(

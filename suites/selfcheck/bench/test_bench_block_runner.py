@@ -221,6 +221,26 @@ def test_sessions_share_the_launches_of_their_reference(tmp_path, monkeypatch):
         assert of_b == [f"{role.name.lower()}-{block}-B" for role in Role]
 
 
+def test_a_workload_of_all_blocks_is_measured_before_the_next(tmp_path, monkeypatch):
+    """A trial that follows a heavier workload's begins under its power cap, and its block falls."""
+    lab = Lab(monkeypatch)
+    lab.run(
+        tmp_path / "bench.jsonl",
+        design=Design.THUE_MORSE_8,
+        workloads=(SMALL, LARGE),
+        blocks_at_most=2,
+        side_by_side=4,
+    )
+    trials = [line for line in read(tmp_path / "bench.jsonl") if isinstance(line, Trial)]
+    measured = [(t.block, t.workload, t.session) for t in trials]
+    assert list(dict.fromkeys(measured)) == [
+        (block, workload, role.value)
+        for block in range(2)
+        for workload in ("small", "large")
+        for role in Role
+    ]
+
+
 def test_trials_that_share_no_launch_share_no_reference(tmp_path, monkeypatch):
     lab = Lab(monkeypatch)
     lab.run(tmp_path / "bench.jsonl", design=Design.QUADS, blocks_at_most=1, side_by_side=12)

@@ -220,7 +220,7 @@ def test_the_command_tells_what_it_stands_on_and_repeats_itself(tmp_path, capsys
     assert said[0] == said[1] != said[2]
     head, *rows = said[0].splitlines()
     assert "cpu, 2 hosts: 40 sessions drawn of arm, thue_morse_8, passes per trial 2" in head
-    assert "at most 24 blocks and 25 min. Intervals are by host and launch" in head
+    assert "at most 32 blocks and 25 min. Intervals are by host and launch" in head
     assert "found different in 2 %" in head
     assert [row.split()[:3] for row in rows[1:]] == [
         ["one", "48", "equal"], ["one", "48", "+1.0"], ["two", "48", "equal"], ["two", "48", "+1.0"]

@@ -11,6 +11,7 @@ import tomllib
 import zipfile
 from collections.abc import Callable
 from importlib.metadata import distributions
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ def fetched(release: Wheel, into: Path) -> None:
 
 
 def files(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    found = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    return {str(path.relative_to(folder)) for path in found}
 
 
 def test_bundle_comes_out_as_it_went_in(wheel: Path, tmp_path: Path) -> None:
@@ -101,6 +103,12 @@ def test_bundle_is_unpacked_once(wheel: Path, tmp_path: Path) -> None:
     assert run.unpack(tmp_path / "out", tmp_path / "cache") == site
     assert (site / "mark").exists()
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [site.name]
+
+
+def test_packages_are_compiled_once_for_all_that_import_them(wheel: Path, tmp_path: Path) -> None:
+    bundle.build(tmp_path / "out", 1 << 20)
+    site = run.unpack(tmp_path / "out", tmp_path / "cache")
+    assert Path(cache_from_source(str(site / "pure/__init__.py"))).is_file()
 
 
 def test_of_two_that_unpack_at_once_the_first_is_kept(
@@ -207,6 +215,7 @@ def test_lane_is_tox_s_and_finds_the_packages(
     args: tuple[str, ...],
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     assert cli.main(["run", str(tmp_path / "out"), *lane, *args]) == 3
     tox = (ROOT / "tox.ini").read_text(encoding="utf-8")
     name = lane[-1] if lane else "gpu"
@@ -221,6 +230,7 @@ def test_lane_is_tox_s_and_finds_the_packages(
     assert rest == [ROOT, site / "parts/python", Path("elsewhere")]
     assert environment["FLASHINFER_WORKSPACE_BASE"] == str(tmp_path / "cache" / "jit")
     assert environment["SPECGATE_WHEELS"] == f"{site}/specgate-wheels"
+    assert "PYTHONDONTWRITEBYTECODE" not in environment
     assert child.options["cwd"] == ROOT
 
 
