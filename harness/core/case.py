@@ -222,7 +222,12 @@ class Case:
 
     @property
     def scaling(self) -> float:
-        """Of the softmax argument; twice the usual, so that keys differ in weight."""
+        """Of the softmax argument; twice the usual, so that keys differ in weight.
+
+        Of weighted inputs it makes weights of powers of two of the whole scores.
+        """
+        if self.inputs is Inputs.WEIGHTED:
+            return math.log(2) / (self.k_scale if self.kv_dtype is KVDtype.FP8 else 1.0)
         mla = self.family is Family.MLA
         dim = self.kv_lora_rank + self.qk_rope_head_dim if mla else self.head_dim
         return 2.0 / math.sqrt(dim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from harness.core.case import Case, Execution, KVDtype, Mode
+from harness.core.case import Case, Execution, Inputs, KVDtype, Mode
 
 ANY_MODE = frozenset(Mode)
 DECODE_KERNEL = ANY_MODE - {Mode.EXTEND, Mode.DRAFT_EXTEND}
@@ -41,9 +41,15 @@ class Numerics:
     merges: frozenset[tuple[Mode, Execution]] = frozenset()
     source: str = ""
 
-    def budget(self, mode: Mode, execution: Execution) -> float:
-        """Times the error that a plain implementation is allowed, in a forward."""
-        return self.budget_factor * (3 if (mode, execution) in self.merges else 1)
+    def budget(self, case: Case, execution: Execution) -> float:
+        """Times the error that a plain implementation is allowed, in a forward.
+
+        Two roundings more are two errors of a row of its kind. All columns of a weighted row are
+        alike and round alike: two of bfloat16's are 2 ** -7, four times what a row is allowed.
+        """
+        if (case.mode, execution) not in self.merges:
+            return self.budget_factor
+        return self.budget_factor * (4 if case.inputs is Inputs.WEIGHTED else 3)
 
     def unread(self, case: Case) -> float:
         """Content of slots that no query may see: NaN, or where that spreads, a large number."""

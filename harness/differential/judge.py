@@ -60,7 +60,7 @@ def judge(
     )
     violations = [*check_semaphores(workspaces), *_violations(result, execution, conventions)]
     comparisons = [_broken(line) for line in violations]
-    obtained, factor = _answer(result), numerics.budget(case.mode, execution)
+    obtained, factor = _answer(result), numerics.budget(case, execution)
     numbers = list(_numbers(obtained, expected, batch, factor))
     comparisons += numbers
     comparisons += _cache(result.pool_state, expected)

@@ -11,7 +11,6 @@ An FP8 kernel's answer is then nearly exact, and 1 % of a scale moves it by seve
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -107,13 +106,11 @@ def _weights(case: Case, drawn: ProbeWeights, keys: Sequence[tuple[int, int]]) -
     v = tracer.v * v_scale
     rotated = case.qk_rope_head_dim if mla else dim
     q, k = (torch.zeros(1 + columns, n, rotated) for n in (case.num_q_heads, kv_heads))
-    scaling = drawn.scaling
     if case.inputs is Inputs.WEIGHTED:
         v *= 2.0 ** (_levels(columns) - LEVELS + 1)[:, None, None]
         query, key = _scored(columns, rotated, [position for _, position in keys])
         q += query
         k += key * k_scale
-        scaling = math.log(2) / k_scale
 
     def layers(table: torch.Tensor) -> torch.Tensor:
         return table.expand(case.num_layers, *table.shape).clone()
@@ -129,7 +126,7 @@ def _weights(case: Case, drawn: ProbeWeights, keys: Sequence[tuple[int, int]]) -
         k_rope=layers(k) if mla else None,
         sinks=None if drawn.sinks is None else torch.zeros_like(drawn.sinks),
         lm_head=lm_head,
-        scaling=scaling,
+        scaling=drawn.scaling,
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fixtures.tables import find
-from harness.core.case import Case, KVDtype, Mode
+from harness.core.case import Case, Execution, KVDtype, Mode
 from harness.core.numerics import LARGE, PLAIN, Numerics
 from harness.core.tolerance import budget
 from harness.differential.expected import expect
@@ -104,3 +104,21 @@ def test_a_budget_grows_by_the_factor_in_every_part() -> None:
         own.factor * 1.25,
         own.mean_factor * 1.25,
     )
+
+
+@pytest.mark.parametrize(
+    ("edge", "mode", "execution", "times"),
+    [
+        ("fp8_cache", "draft_extend_v2", Execution.EAGER, 4.5),
+        ("weighted_fp8_cache", "draft_extend_v2", Execution.EAGER, 6.0),
+        ("weighted_fp8_cache", "draft_extend_v2", Execution.GRAPH, 1.5),
+        ("weighted_fp8_cache", "target_verify", Execution.EAGER, 1.5),
+    ],
+)
+def test_a_merge_rounds_twice_more_and_columns_that_are_alike_in_one_direction(
+    edge: str, mode: str, execution: Execution, times: float
+) -> None:
+    merging = Numerics(
+        budget_factor=1.5, merges=frozenset({(Mode.DRAFT_EXTEND_V2, Execution.EAGER)})
+    )
+    assert merging.budget(find(f"mha-{mode}-{edge}"), execution) == times
