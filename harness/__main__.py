@@ -8,15 +8,19 @@ from __future__ import annotations
 import argparse
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tomllib
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.core.argument_types import CommandLine, count
 from harness.core.paths import ROOT
+from harness.core.signals import held
 
 if TYPE_CHECKING:
     Verbs = argparse._SubParsersAction[CommandLine]
@@ -85,7 +89,17 @@ def become(module: str, *args: str) -> None:
     paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     sys.argv[1:] = args
+    with held(signal.SIGINT):
+        _import(module)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _import(module: str) -> None:
+    """Import what a module needs, which takes seconds; itself it is not imported after this."""
+    spec = find_spec(module)
+    name = f"{module}.__main__" if spec and spec.submodule_search_locations else module
+    import_module(name)
+    del sys.modules[name]
 
 
 def run(report: Path, args: Sequence[str]) -> int:

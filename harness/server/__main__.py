@@ -9,13 +9,14 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from harness.core.argument_types import CommandLine, count, port
 from harness.core.paths import MODELS
+from harness.core.signals import held
 from harness.errors import UsageError, rejected
 
 if TYPE_CHECKING:
@@ -80,23 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"specgate serve: stopped by {ended.name}", file=sys.stderr)
         return 128 + ended
     return ended
-
-
-@contextmanager
-def held(number: signal.Signals) -> Iterator[None]:
-    """Deliver a signal after the ``with`` that comes inside it.
-
-    Compiled code that pydantic calls back into drops the exception of a handler, so that a Ctrl-C
-    would be lost there.
-    """
-    came: list[int] = []
-    before = signal.signal(number, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
-    if came:
-        signal.raise_signal(number)
 
 
 def _interrupt(number: int, _: object) -> NoReturn:

@@ -16,7 +16,8 @@ import pytest
 
 from fixtures import bench
 from fixtures.pytest_plugin.poll import eventually
-from harness.server.__main__ import held
+from harness.__main__ import become
+from harness.core.signals import held
 from harness.server.launch.process import ROOT
 
 SERVE = ("serve", "--pair", "gqa")
@@ -108,6 +109,26 @@ def test_an_interrupted_benchmark_says_how_to_go_on(
         assert line.startswith(start)
         again = shlex.split(line.removeprefix(start))
         assert again == ["specgate", "bench", *words, "--resume"]
+
+
+def test_a_signal_that_comes_while_a_program_is_imported_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "loses_interrupts.py").write_text(
+        "import signal\n"
+        "try:\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "except KeyboardInterrupt:\n"
+        "    pass\n"
+        "if __name__ == '__main__':\n"
+        "    print('begun')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["specgate"])
+    monkeypatch.setenv("PYTHONPATH", "")
+    with pytest.raises(KeyboardInterrupt):
+        become("loses_interrupts")
+    assert capsys.readouterr().out == ""
 
 
 def test_a_signal_that_comes_while_the_server_is_built_is_not_lost() -> None:

@@ -1,0 +1,24 @@
+"""Signals that wait until nothing can lose them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def held(number: signal.Signals) -> Iterator[None]:
+    """Deliver a signal after the ``with`` that comes inside it.
+
+    Compiled code that calls back into Python, as pydantic's does and as imports of others do, drops
+    the exception of a handler, so that a Ctrl-C would be lost there.
+    """
+    came: list[int] = []
+    before = signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+    if came:
+        signal.raise_signal(number)
