@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness.kernels.csr_attention import pack_mask
+from harness.kernels.csr_attention import csr_attention, pack_mask
 
 
 def test_each_request_begins_with_a_byte_of_its_own() -> None:
@@ -13,3 +14,28 @@ def test_each_request_begins_with_a_byte_of_its_own() -> None:
     assert packed.dtype == torch.uint8
     assert packed.tolist() == [0b1000_0011, 0b1, 0b110]
     assert indptr.tolist() == [0, 2, 3]
+
+
+def test_shapes_are_known_before_it_runs() -> None:
+    with FakeTensorMode():
+        q, keys, values = (torch.empty(n, 3, dim) for n, dim in ((5, 24), (9, 24), (9, 16)))
+        indptr, lens = torch.empty(3, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
+        out, lse = csr_attention(
+            q=q,
+            keys=keys,
+            values=values,
+            qo_indptr=indptr,
+            kv_indptr=indptr,
+            kv_indices=None,
+            kv_lens=lens,
+            planned=None,
+            packed_mask=None,
+            mask_indptr=None,
+            is_causal=True,
+            window_left=-1,
+            scale=1.0,
+            out_scale=1.0,
+            out_dtype=torch.bfloat16,
+        )
+    assert (out.shape, out.dtype) == ((5, 3, 16), torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((5, 3), torch.float32)

@@ -174,6 +174,14 @@ def test_workspaces_are_zeroed_once_and_shared_by_a_family(monkeypatch: pytest.M
     ]
 
 
+@pytest.mark.parametrize("family", ["xqa", "trtllm_gen"])
+def test_a_kernel_that_splits_keys_has_the_scratch_that_flashinfer_advises(family: str) -> None:
+    # docs.flashinfer.ai, trtllm_batch_decode_with_kv_cache: workspace_buffer of 128 MB.
+    made = workspace.workspace(family, torch.device("cpu"))
+    assert made.buffer.numel() >= 128 << 20
+    assert made.semaphores.numel() == 8 << 20
+
+
 def test_a_workspace_is_not_made_during_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "_SHARED", {})
     cpu = torch.device("cpu")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from fixtures.tables import find
 from harness.differential.inputs import make_trial_inputs
+from harness.differential.probe_model import rotate
+from harness.differential.traced_inputs import FIRST_TRACED
 
 
 @pytest.mark.parametrize(("prefix", "evicted"), [(51, 1), (52, 2), (53, 2), (67, 2), (68, 3)])
@@ -21,3 +25,19 @@ def test_a_page_is_evicted_as_soon_as_it_is_left_of_the_window(prefix: int, evic
     mapped = [inputs.swa_page_of[page] for page in pages]
     assert mapped[:evicted] == [0] * evicted
     assert 0 not in mapped[evicted:]
+
+
+@pytest.mark.parametrize("family", ["mha", "mla"])
+def test_scores_of_weighted_inputs_are_whole_multiples_of_log_2(family: str) -> None:
+    inputs = make_trial_inputs(find(f"{family}-decode-weighted_fp8_cache"))
+    weights = inputs.weights
+    q, k = (weights.q, weights.k) if family == "mha" else (weights.q_rope, weights.k_rope)
+    assert q is not None
+    assert k is not None
+    tokens = torch.arange(len(inputs.traced)) + FIRST_TRACED
+    positions = torch.tensor([position for _, position in inputs.traced])
+    assert positions.max() > 60
+    query, key = (rotate(table[0][tokens], positions)[:, 0] for table in (q, k))
+    scores = query.double() @ key.double().T * weights.scaling / math.log(2)
+    expected = -(tokens % 8).double().expand_as(scores)
+    torch.testing.assert_close(scores, expected, rtol=0.0, atol=1e-4)

@@ -103,6 +103,23 @@ def test_the_message_of_a_red_trial_names_them(
     assert said in record.message
 
 
+def test_a_draft_s_step_is_not_blamed_for_the_one_before() -> None:
+    """The state of a step holds half of the one before, which is taken off before it is read."""
+    case = find("mha-multi_step_draft-bs2_ragged")
+
+    def in_the_second_step(layer, metadata):
+        table = metadata.page_table.clone()
+        if int(metadata.cache_seqlens_int32[0]) == case.prefix_lens[0] + 2:
+            table[0] = table[1]
+        return layer, replace(metadata, page_table=table)
+
+    backend = seeing(MHA.backend, in_the_second_step)
+    steps = type("Steps", (MHA.draft_backend,), {"step_backend": backend})
+    said = keys_read(case, replace(MHA, backend=backend, draft_backend=steps), EAGER)
+    assert said.startswith("query 1 of request 0 (position 6, layer 0) read keys none")
+    assert said.endswith("keys 0..6 of request 1 (1 more like it)")
+
+
 def test_keys_of_a_batch_that_ran_before_are_named() -> None:
     case = find("mha-decode-bs2_ragged")
     inputs = make_trial_inputs(case, *decoys(case))
