@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,6 +18,8 @@ from harness.upstream.memory_pool import KVPool, MHATokenToKVPool, MLATokenToKVP
 # Slots nobody owns hold NaN: whoever reads one shows it. The padding page is finite, because padded
 # rows do read it, and large, because real rows must not.
 PADDING_VALUE = 100.0
+TOGETHER = 1 << 13
+"""Tokens of a batch that are rotated at once; longer ones take memory request by request."""
 
 
 @dataclass(frozen=True)
@@ -151,23 +154,29 @@ def _kv_pool(inputs: TrialInputs, device: torch.device) -> KVPool:
 
 def _write(pool_state: PoolState, batch: BatchInputs) -> None:
     """Enter every slot of the batch in the table, and write their history."""
-    case = batch.case
+    case, table = batch.case, pool_state.req_to_token_pool.req_to_token
     for i, row in enumerate(batch.req_pool_indices):
         slots = batch.slots(i, 0, len(batch.pages[i]) * case.page_size)
-        table = pool_state.req_to_token_pool.req_to_token
         table[row, : len(slots)] = torch.tensor(slots, dtype=torch.int32, device=pool_state.device)
-        write_kv(pool_state, batch, i, batch.history[i], start=0)
+    if sum(case.prefix_lens) <= TOGETHER:
+        _write_history(pool_state, batch, range(case.bs))
+        return
+    for i in range(case.bs):
+        _write_history(pool_state, batch, [i])
 
 
-def write_kv(
-    pool_state: PoolState, batch: BatchInputs, request: int, tokens: torch.Tensor, start: int
-) -> None:
-    """Write keys and values of tokens [n] at positions start … of a request into the cache."""
-    case = batch.case
-    positions = torch.arange(start, start + len(tokens), device=pool_state.device)
-    weights, tokens = pool_state.weights, tokens.to(pool_state.device)
-    rows = dense_rows(weights, case, tokens, positions, queries=0)
-    slots = torch.tensor(batch.slots(request, start, start + len(tokens)), dtype=torch.int64)
+def _write_history(pool_state: PoolState, batch: BatchInputs, requests: Sequence[int]) -> None:
+    """Write keys and values of what requests have in the cache before the forward."""
+    case, device = batch.case, pool_state.device
+    lens = [len(batch.history[i]) for i in requests]
+    if not sum(lens):
+        return
+    tokens = torch.cat([batch.history[i] for i in requests]).to(device)
+    positions = torch.cat([torch.arange(n, device=device) for n in lens])
+    rows = dense_rows(pool_state.weights, case, tokens, positions, queries=0)
+    slots = torch.tensor(
+        [slot for i, n in zip(requests, lens, strict=True) for slot in batch.slots(i, 0, n)]
+    )
     pool = pool_state.token_to_kv_pool
     for layer in range(case.num_layers):
         k, v = rows.k[layer], rows.v[layer]

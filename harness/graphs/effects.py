@@ -113,8 +113,8 @@ class _Watch(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        inputs = list(tensors_in((args, tuple(kwargs.values()))))
-        if self._host.follow(inputs, list(tensors_in(result))):
+        inputs = tensors_in([*args, *kwargs.values()])
+        if self._host.follow(inputs, tensors_in(result)):
             return result
         self._seen.operations += 1
         if not self._calls.reporting and dispatched_read(func, args, kwargs):
@@ -148,8 +148,8 @@ class _Observer(DispatchMode):
         kwargs = kwargs or {}
         where = caller_line()
         result = func(*args, **kwargs)
-        inputs = list(tensors_in((args, tuple(kwargs.values()))))
-        if self._host.follow(inputs, list(tensors_in(result))):
+        inputs = tensors_in([*args, *kwargs.values()])
+        if self._host.follow(inputs, tensors_in(result)):
             return result
         if not self._calls.reporting and dispatched_read(func, args, kwargs):
             self._effects.host_syncs.append(f"{func} at {where}")

@@ -8,7 +8,7 @@ nothing waits. Kernels behind ``torch.library`` are opaque: what they do inside 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,18 @@ def caller_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> list[torch.Tensor]:
     """Every tensor of an operation's argument or result, through lists and tuples."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
+        return [value]
+    found: list[torch.Tensor] = []
+    if isinstance(value, list | tuple):
         for item in value:
-            yield from tensors_in(item)
+            if isinstance(item, torch.Tensor):
+                found.append(item)
+            elif isinstance(item, list | tuple):
+                found += tensors_in(item)
+    return found
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -53,7 +58,7 @@ def _indexes_by_mask(args: Sequence[Any], kwargs: Kwargs) -> bool:
 
 def _puts_by_mask(args: Sequence[Any], kwargs: Kwargs) -> bool:
     # One value under one mask becomes masked_fill, which reads nothing.
-    indices = list(tensors_in(args[1]))
+    indices = tensors_in(args[1])
     fills = args[2].numel() == 1 and len(indices) == 1 and not any(args[3:])
     return not fills and _indexes_by_mask(args, kwargs)
 

@@ -124,13 +124,13 @@ class _Recorder(DispatchMode):
         name = func._schema.name
         if name in REBINDING or dispatched_read(func, args, kwargs):
             _refuse(str(func))
-        given = list(tensors_in((tuple(args), tuple(kwargs.values()))))
+        given = tensors_in([*args, *kwargs.values()])
         for tensor in given:
             self._enter(func, tensor)
         # In-place views change the tensor itself, so the recording keeps its shape of this moment.
         frozen = tuple(_frozen(arg) for arg in args), {k: _frozen(v) for k, v in kwargs.items()}
         result = func(*args, **kwargs)
-        results = list(tensors_in(result))
+        results = tensors_in(result)
         self._seen.update((id(tensor), tensor) for tensor in results)
         if func in ALLOCATIONS:
             self.uninitialised += [_poison(tensor.detach()) for tensor in results]

@@ -45,7 +45,7 @@ class Launch:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor it was given."""
-        return list(tensors_in((tuple(self.args), tuple(self.kwargs.values()))))
+        return tensors_in([*self.args, *self.kwargs.values()])
 
     def run(self) -> None:
         """Run it, unseen by modes of torch.
