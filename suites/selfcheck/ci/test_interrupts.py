@@ -126,8 +126,13 @@ def test_a_signal_that_comes_while_a_program_is_imported_is_not_lost(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "argv", ["specgate"])
     monkeypatch.setenv("PYTHONPATH", "")
-    with pytest.raises(KeyboardInterrupt):
-        become("loses_interrupts")
+    # In a shell's background a Ctrl-C is ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            become("loses_interrupts")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().out == ""
 
 
