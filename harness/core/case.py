@@ -224,7 +224,7 @@ class Case:
     def scaling(self) -> float:
         """Of the softmax argument; twice the usual, so that keys differ in weight.
 
-        Of weighted inputs it makes weights of powers of two of the whole scores.
+        Scores of weighted inputs are whole, and it makes their weights powers of two.
         """
         if self.inputs is Inputs.WEIGHTED:
             return math.log(2) / (self.k_scale if self.kv_dtype is KVDtype.FP8 else 1.0)
