@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 from io import BytesIO
 from pathlib import Path
@@ -115,7 +116,9 @@ def unpack(bundle: Path, cache: Path) -> Path:
         except OSError:
             if not site.is_dir():  # else another run on the same cache was first
                 raise
-    compileall.compile_dir(site, quiet=2, workers=0)  # servers and workers that start at once read
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other people's escape sequences
+        compileall.compile_dir(site, quiet=2, workers=0)  # servers that start at once read it
     return site
 
 

@@ -125,9 +125,9 @@ class Rehearsal:
     def seconds(self, workload: str, design: Design, passes: int, sessions: int) -> float:
         """Of a workload's part of a block of every session: warm-ups, then the trials."""
         rows = [[trial.seconds for trial in one.trials[workload]] for one in self.launches]
-        # The first trial of a launch has the warm-up in it.
+        # The first trial of a launch has the warm-up in it; the first of them compiled kernels, too.
         trial = median(seconds for row in rows for seconds in row[1:])
-        warm_up = max(0.0, median(row[0] for row in rows) - trial)
+        warm_up = max(0.0, min(row[0] for row in rows) - trial)
         trials = sessions * len(design.orders[0]) * passes
         return design.servers(sessions) * warm_up + trials * trial
 
@@ -221,7 +221,8 @@ class RunSize:
             each = self.start_s + sum(one.seconds for one in self.cases)
             fits = (
                 f"cannot in the {left_s / 60:.0f} min that are left: {max(0, int(left_s / each))} "
-                f"blocks of each session fit, all take {minutes}; --resume goes on"
+                f"blocks of each session fit and all take {minutes}, if servers start as slowly as "
+                "in the rehearsal, which filled their caches; --resume goes on"
             )
         return [*(one.told for one in self.cases), f"passes per trial {self.passes}: {fits}"]
 

@@ -146,6 +146,15 @@ def test_the_least_time_is_chosen_and_told():
     assert "cannot in the 10 min that are left: 2 blocks of each session fit" in late
 
 
+def test_what_the_first_warm_up_compiles_is_no_later_warm_ups():
+    seen = rehearsal({"small": (0.001, 0.001)}, launches=4)
+    first = seen.launches[0].trials["small"]
+    first[0] = replace(first[0], seconds=first[0].seconds + 60.0)
+    assert seen.seconds("small", Design.THUE_MORSE_8, 1, 3) == pytest.approx(
+        4 * WARM_UP_S + 3 * 8 * TRIAL_S
+    )
+
+
 def test_launches_that_differ_too_much_are_told_to_hide_the_effect():
     # Passes do not help; a block's effect has 1.4 times the noise of a launch.
     noise = {"small": (0.002, 0.02), "large": (0.002, 0.001)}
