@@ -17,6 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from ci.offline import device_code
 from harness.errors import UsageError
 from harness.upstream.released_wheel import WHEELS as RELEASES
 from harness.upstream.released_wheel import fetch as fetch_release
@@ -51,7 +52,7 @@ def build(out: Path, part_size: int, lane: str = "gpu") -> list[Path]:
         site = Path(folder, "site")
         for wheel in download(packages, spec["machine"], Path(folder, "wheels")):
             unpack_wheel(wheel, site, spec["left_out"]["patterns"])
-        strip(site)
+        strip(site, spec["machine"]["architecture"])
         for release in RELEASES.values():
             fetch_release(release, site / RELEASES_FOLDER)
         archive = Path(folder, "site.tar.xz")
@@ -90,12 +91,15 @@ def unpack_wheel(wheel: Path, site: Path, left_out: Iterable[str]) -> None:
             archive.extract(member, site)
 
 
-def strip(site: Path) -> None:
-    """Remove symbols that linking does not need from large libraries, where ``strip`` exists."""
+def strip(site: Path, architecture: int) -> None:
+    """Remove from large libraries what that GPU does not load, and symbols, if ``strip`` exists."""
     tool = shutil.which("strip")
-    for library in site.rglob("*.so*") if tool else ():
-        if library.stat().st_size >= STRIPPED_FROM:
-            subprocess.run([str(tool), "--strip-unneeded", str(library)], check=False)
+    for library in site.rglob("*.so*"):
+        if library.stat().st_size < STRIPPED_FROM:
+            continue
+        device_code.keep(library, architecture)
+        if tool:
+            subprocess.run([tool, "--strip-unneeded", str(library)], check=False)
 
 
 def pack(site: Path, archive: Path) -> None:

@@ -37,10 +37,11 @@ SGLANG = (
     "accept_length",
     "tp_size",
 )
+SWITCHES = ("phases", "one_gpu")
 COMMON = ("pair", "python", "slowdown", "name")
 KINDS: dict[str, tuple[str, ...]] = {
     "embedded": (*COMMON, *EMBEDDED),
-    "sglang": (*COMMON, "backend", "target", "draft", "shape", "args", "phases", *SGLANG),
+    "sglang": (*COMMON, "backend", "target", "draft", "shape", "args", *SWITCHES, *SGLANG),
 }
 MODELS = ("pair", "target", "shape")
 """Each says alone what an arm serves."""
@@ -61,6 +62,7 @@ MEANINGS = {
     "shape": "widths of a real model, with weights that are drawn",
     "max_total_tokens": "size of the KV pool",
     "tp_size": "GPUs that share a server",
+    "one_gpu": "on: they share one GPU instead; for numbers, not for speed",
     "accept_length": "simulated tokens of every verify; 3 for a shape",
     "args": "further flags of sglang.launch_server, separated by spaces",
     "phases": "on: the GPU's time is told apart by phases of a step",
@@ -197,6 +199,7 @@ class Arm:
             attention_backend=self.options.get("backend", "triton"),
             gpu_delay=self.slowdown > 0 and self.is_gpu_bound,
             phases=self.tells_phases,
+            is_on_one_gpu="one_gpu" in self.options,
             python=python,
             args=[*(SHAPE_ARGS if self.shape else ()), *self.options.get("args", "").split()],
             **numbers,
@@ -219,17 +222,7 @@ def parse(
     if kind not in KINDS:
         accepted = "embedded:KEY=VALUE,… or sglang:KEY=VALUE,… or url:http://…"
         raise UsageError(rejected("arm", spec, accepted))
-    options: dict[str, str] = {}
-    for word in filter(None, rest.split(",")):
-        name, equals, value = word.partition("=")
-        if not equals or name not in KINDS[kind] or name in options:
-            accepted = f"{', '.join(KINDS[kind])}, each once as KEY=VALUE"
-            raise UsageError(rejected(f"option of {kind}", word, accepted))
-        if name in NUMBERS and (not value.isdecimal() or not int(value)):
-            raise UsageError(rejected(f"option of {kind}", word, "1 or more"))
-        if name == "phases" and value != "on":
-            raise UsageError(rejected(f"option of {kind}", word, "phases=on, or without it"))
-        options[name] = value
+    options = _options(kind, rest)
     arm = Arm(
         spec=spec,
         kind=kind,
@@ -266,6 +259,23 @@ def grammar() -> str:
             f"  {EXAMPLE}",
         ]
     )
+
+
+def _options(kind: str, words: str) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for word in filter(None, words.split(",")):
+        name, equals, value = word.partition("=")
+        if not equals or name not in KINDS[kind] or name in options:
+            accepted = f"{', '.join(KINDS[kind])}, each once as KEY=VALUE"
+            raise UsageError(rejected(f"option of {kind}", word, accepted))
+        if name in NUMBERS and (not value.isdecimal() or not int(value)):
+            raise UsageError(rejected(f"option of {kind}", word, "1 or more"))
+        if name in SWITCHES and value != "on":
+            raise UsageError(rejected(f"option of {kind}", word, f"{name}=on, or without it"))
+        options[name] = value
+    if "one_gpu" in options and int(options.get("tp_size", 1)) < 2:
+        raise UsageError(rejected(f"option of {kind}", "one_gpu=on", "with tp_size=2 or more"))
+    return options
 
 
 def _slowdown(text: str) -> float:

@@ -125,7 +125,7 @@ class Rehearsal:
     def seconds(self, workload: str, design: Design, passes: int, sessions: int) -> float:
         """Of a workload's part of a block of every session: warm-ups, then the trials."""
         rows = [[trial.seconds for trial in one.trials[workload]] for one in self.launches]
-        # The first trial of a launch has the warm-up in it; the first of them compiled kernels, too.
+        # The first trial of a launch has the warm-up in it; the first of all compiled kernels, too.
         trial = median(seconds for row in rows for seconds in row[1:])
         warm_up = max(0.0, min(row[0] for row in rows) - trial)
         trials = sessions * len(design.orders[0]) * passes

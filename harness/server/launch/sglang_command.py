@@ -9,6 +9,7 @@ from pathlib import Path
 
 from harness.errors import UsageError, rejected
 from harness.plugin.switches import GPU_DELAY, PHASES
+from harness.server.launch import one_gpu
 from harness.server.launch.ports import free_port
 from harness.server.launch.process import ServerSpec, flags
 
@@ -31,6 +32,7 @@ def sglang(
     max_total_tokens: int = MAX_TOTAL_TOKENS,
     accept_length: int | None = None,
     tp_size: int = 1,
+    is_on_one_gpu: bool = False,
     gpu_delay: bool = False,
     phases: bool = False,
     python: str = sys.executable,
@@ -48,7 +50,8 @@ def sglang(
         context_length: most tokens per request.
         max_total_tokens: of the KV pool.
         accept_length: tokens that every verify accepts whatever was drafted; None simulates none.
-        tp_size: GPUs that share it.
+        tp_size: ranks that share it, each with a GPU of its own.
+        is_on_one_gpu: whether all ranks share the first GPU instead.
         gpu_delay: whether ``/slow_down`` delays the GPU, where our plugin is installed.
         phases: whether our plugin, installed beside it, times the phases of its steps.
         python: an interpreter; two wheels are two environments.
@@ -70,7 +73,7 @@ def sglang(
             "speculative_eagle_topk": 1,
             "speculative_num_draft_tokens": num_draft_tokens,
         }
-    if tp_size > 1:
+    if tp_size > 1 and not is_on_one_gpu:
         spec["tp_size"] = tp_size
     words = flags(
         model_path=target,
@@ -87,10 +90,11 @@ def sglang(
         log_level="warning",
         **spec,
     )
+    # Idle servers must not keep a core busy while another one is measured.
+    argv = ("-m", "sglang.launch_server", *words, "--sleep-on-idle", *args)
     return ServerSpec(
         name=f"sglang {attention_backend}",
-        # Idle servers must not keep a core busy while another one is measured.
-        argv=(python, "-m", "sglang.launch_server", *words, "--sleep-on-idle", *args),
+        argv=one_gpu.command(python, tp_size, argv) if is_on_one_gpu else (python, *argv),
         url=f"http://127.0.0.1:{port}",
         # By itself sglang takes port + 10000 for gRPC, which beyond 55535 is no port.
         env={

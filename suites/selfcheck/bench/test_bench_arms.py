@@ -198,6 +198,12 @@ def test_a_server_is_shared_by_the_gpus_of_its_shape_unless_said(spec, gpus):
     assert told.get("--tp-size") == gpus
 
 
+def test_ranks_that_share_a_gpu_are_nodes_of_one_script():
+    command = parse("sglang:pair=mla,tp_size=2,one_gpu=on", bench.PAIRS)._launch().argv
+    assert (Path(command[1]).name, command[2]) == ("one_gpu.py", "2")
+    assert "--tp-size" not in command
+
+
 @pytest.mark.parametrize("row", REAL_SIZE_ROWS, ids=lambda row: row.id)
 def test_every_prompt_of_a_shape_begins_with_a_token_of_its_own(row):
     made = prompts(row, bench.drawn_text())
@@ -229,6 +235,8 @@ def test_an_attached_arm_has_no_command():
         ("sglang:shape=llama", "shape of sglang = 'llama'"),
         ("sglang:pair=gqa,target=/x", "model of sglang = 'pair, target' is not .*: one of them"),
         ("embedded:shape=x", "option of embedded = 'shape=x'"),
+        ("sglang:one_gpu=on", "option of sglang = 'one_gpu=on' is not .*: with tp_size=2 or more"),
+        ("sglang:tp_size=2,one_gpu=1", "'one_gpu=1' is not accepted; accepted: one_gpu=on, or"),
     ],
 )
 def test_a_word_that_is_no_arm_is_named(spec, message):

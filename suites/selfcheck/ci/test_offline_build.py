@@ -73,7 +73,7 @@ def test_a_lane_takes_its_tables_along(monkeypatch: pytest.MonkeyPatch, tmp_path
         return []
 
     monkeypatch.setattr(bundle, "download", download)
-    monkeypatch.setattr(bundle, "strip", lambda site: site.mkdir())
+    monkeypatch.setattr(bundle, "strip", lambda site, _: site.mkdir())
     monkeypatch.setattr(bundle, "fetch_release", lambda *_: None)
     for lane in cli.LANES:
         bundle.build(tmp_path, 1 << 20, lane)
@@ -82,7 +82,7 @@ def test_a_lane_takes_its_tables_along(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert nightly == gpu | spec["sglang"]
     assert {"sglang", "altair", "schemathesis"} <= set(nightly)
     assert bench == server == nightly
-    assert accept_lengths == nightly | spec["fa4"]
+    assert accept_lengths == nightly | spec["fa4"] | spec["nccl"]
     assert upstream == nightly | spec["upstream"]
     assert upstream["sglang"] != nightly["sglang"]
 
