@@ -25,6 +25,9 @@ from harness.upstream.released_wheel import fetch as fetch_release
 OFFLINE_FOLDER = Path(__file__).parent
 RELEASES_FOLDER = "specgate-wheels"
 """Where in the bundle the files of sglang's releases lie, for the latency suite."""
+PYTHONS_FOLDER = "specgate-pythons"
+"""Where those that serve lie, a folder each; an interpreter finds them before the lane's own."""
+SERVED = "releases"
 INSTALLED = ("purelib", "platlib")
 STRIPPED_FROM = 1 << 20
 
@@ -47,11 +50,16 @@ def build(out: Path, part_size: int, lane: str = "gpu") -> list[Path]:
         UsageError: a package cannot be downloaded.
     """
     spec = specification()
-    packages = {name: v for table in spec["lanes"][lane] for name, v in spec[table].items()}
+    tables = spec["lanes"][lane]
+    packages = {k: v for table in tables if table != SERVED for k, v in spec[table].items()}
     with tempfile.TemporaryDirectory() as folder:
         site = Path(folder, "site")
-        for wheel in download(packages, spec["machine"], Path(folder, "wheels")):
-            unpack_wheel(wheel, site, spec["left_out"]["patterns"])
+        of_folders = {site: packages}
+        if SERVED in tables:
+            of_folders |= {site / PYTHONS_FOLDER / k: v for k, v in spec[SERVED].items()}
+        for number, (into, wanted) in enumerate(of_folders.items()):
+            for wheel in download(wanted, spec["machine"], Path(folder, f"wheels-{number}")):
+                unpack_wheel(wheel, into, spec["left_out"]["patterns"])
         strip(site, spec["machine"]["architecture"])
         for release in RELEASES.values():
             fetch_release(release, site / RELEASES_FOLDER)

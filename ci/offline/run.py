@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ci.offline import checkout_metadata
-from ci.offline.bundle import RELEASES_FOLDER, specification
+from ci.offline.bundle import PYTHONS_FOLDER, RELEASES_FOLDER, specification
 from harness.core.paths import ROOT
 from harness.errors import UsageError, rejected
 from harness.upstream.released_wheel import FOLDER as RELEASES
@@ -43,6 +43,7 @@ def run(bundle: Path, lane: str, args: list[str]) -> int:
     check_machine(specification()["machine"])
     cache = Path(os.environ.get(CACHE) or Path.home() / ".cache" / "specgate").absolute()
     site = unpack(bundle, cache)
+    write_pythons(site, cache)
     defaults = {JIT: str(cache / "jit"), RELEASES: str(site / RELEASES_FOLDER)}
     environment = defaults | os.environ | {"OMP_NUM_THREADS": "1"}
     Path(environment[JIT]).mkdir(parents=True, exist_ok=True)
@@ -54,6 +55,16 @@ def run(bundle: Path, lane: str, args: list[str]) -> int:
         environment.pop(NO_BYTECODE, None)
         words = command(lane, args)
         return subprocess.run(words, cwd=ROOT, env=environment, check=False).returncode
+
+
+def write_pythons(site: Path, cache: Path) -> None:
+    """An interpreter of every release in the bundle, ``python-RELEASE``: this one and its path."""
+    for release in (site / PYTHONS_FOLDER).glob("*"):
+        path = f"{shlex.quote(str(release))}${{PYTHONPATH:+:$PYTHONPATH}}"
+        script = f'#!/bin/sh\nPYTHONPATH={path} exec {shlex.quote(sys.executable)} "$@"\n'
+        made = cache / f"python-{release.name}"
+        made.write_text(script)
+        made.chmod(0o755)
 
 
 def further(site: Path) -> list[Path]:

@@ -87,6 +87,28 @@ def test_bundle_comes_out_as_it_went_in(wheel: Path, tmp_path: Path) -> None:
     assert (site / "specgate-wheels/0.5.14/backend.py").read_text() == "0.5.14"
 
 
+def test_a_release_has_an_interpreter_that_finds_it_first(wheel: Path, tmp_path: Path) -> None:
+    older = tmp_path / "older.whl"
+    with zipfile.ZipFile(older, "w") as archive:
+        archive.writestr("pack/__init__.py", b"version = 0")
+    served = bundle.specification() | {"releases": {"0.5.13": {"pack": "0"}}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundle, "specification", lambda: served)
+        patch.setattr(bundle, "download", lambda of, *_: [older if of == {"pack": "0"} else wheel])
+        bundle.build(tmp_path / "out", 1 << 20, "nightly")
+    cache = tmp_path / "a 'cache'"
+    site = run.unpack(tmp_path / "out", cache)
+    run.write_pythons(site, cache)
+    code = "import pack, plat; print(pack.version)"
+    (site / "plat.py").write_text("")
+    for path, told in ((str(site), "0\n"), ("", "")):  # alone it has nothing but the release
+        done = subprocess.run(
+            [cache / "python-0.5.13", "-c", code], env={"PYTHONPATH": path}, check=False,
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert (done.stdout, "'plat'" in done.stderr) == (told, not told)
+
+
 def test_same_packages_give_the_same_bundle_and_replace_it(wheel: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = [part.name for part in bundle.build(out, 100)]
