@@ -45,11 +45,14 @@ class ProbeModel:
                 own[:, PADDING_TOKEN] = padding
             return own
 
-        self.q, self.k = placed(weights.q), placed(weights.k)
-        self.v = self.k if weights.v is None else placed(weights.v)
-        self.rope = None
+        self.is_mla = weights.v is None
         if weights.q_rope is not None and weights.k_rope is not None:
-            self.rope = placed(weights.q_rope), placed(weights.k_rope)
+            rotary, plain = (weights.q_rope, weights.k_rope), [weights.q, weights.k]
+        else:
+            assert weights.v is not None
+            rotary, plain = (weights.q, weights.k), [weights.v]
+        self.rotary = placed(torch.cat(rotary, 2))
+        self.plain = [placed(table) for table in plain]
         self.lm_head = weights.lm_head.to(device)
         sinks = None if weights.sinks is None else weights.sinks.to(device)
         self.layers = [
@@ -61,8 +64,7 @@ class ProbeModel:
         self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch
     ) -> LogitsProcessorOutput:
         """Logits [T, V] float32 and hidden states [T, L * H * head_dim] of every query token."""
-        outputs = [self._attend(layer, input_ids, positions, batch) for layer in self.layers]
-        hidden = torch.cat(outputs, -1)
+        hidden = torch.cat(self._attend(input_ids, positions, batch), -1)
         if isinstance(batch.spec_info, EagleDraftInput | EagleDraftExtendInput):
             incoming = batch.spec_info.hidden_states
             if incoming is not None:
@@ -72,36 +74,40 @@ class ProbeModel:
         )
 
     def _attend(
-        self,
-        layer: RadixAttention,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        batch: ForwardBatch,
-    ) -> torch.Tensor:
+        self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch
+    ) -> list[torch.Tensor]:
+        """Each layer's output. What all look up is rotated at once, queries and keys together."""
         assert batch.attn_backend is not None
-        i = layer.layer_id
-        q, k = self.q[i][input_ids], self.k[i][input_ids]
-        if self.rope is not None:
-            q_rope, k_rope = (rotate(table[i][input_ids], positions) for table in self.rope)
-            return batch.attn_backend.forward(q, k, k, layer, batch, q_rope=q_rope, k_rope=k_rope)
-        # A slice of a fused projection, as real models hand it over: the query is not contiguous.
-        v = self.v[i][input_ids]
-        fused = torch.cat((rotate(q, positions), rotate(k, positions), v), 1)
-        q, k, v = fused.split((q.shape[1], k.shape[1], v.shape[1]), 1)
-        return batch.attn_backend.forward(q, k, v, layer, batch)
+        attend, heads = batch.attn_backend.forward, self.layers[0].tp_q_head_num
+        rotated = rotate(self.rotary[:, input_ids], positions)
+        plain = [table[:, input_ids] for table in self.plain]
+        if self.is_mla:
+            queries, keys = plain
+            rows = zip(self.layers, queries, keys, rotated, strict=True)
+            return [
+                attend(q, k, k, layer, batch, q_rope=rope[:, :heads], k_rope=rope[:, heads:])
+                for layer, q, k, rope in rows
+            ]
+        # Slices of a fused projection, as real models hand it over: the query is not contiguous.
+        kv_heads = rotated.shape[2] - heads
+        fused = torch.cat((rotated, *plain), 2).split((heads, kv_heads, kv_heads), 2)
+        return [
+            attend(q, k, v, layer, batch)
+            for layer, q, k, v in zip(self.layers, *fused, strict=True)
+        ]
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Neox rotary embedding of x [T, heads, dim] at positions [T], rounded once to x's dtype.
+    """Neox rotary embedding of x [..., T, heads, dim] at positions [T], rounded once to its dtype.
 
     In float64: a rounding flipped here would be amplified by an FP8 cast and blamed on attention.
     """
     half = x.shape[-1] // 2
     exponent = torch.arange(half, device=x.device, dtype=torch.float64) / half
     angle = positions[:, None, None].double() * ROPE_THETA**-exponent
-    low, high = x[..., :half].double(), x[..., half:].double()
-    rotated = (low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin())
-    return torch.cat(rotated, -1).to(x.dtype)
+    cos, sin = angle.cos(), angle.sin()
+    low, high = x.double().split(half, -1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1).to(x.dtype)
 
 
 def _layer(case: Case, layer_id: int, scaling: float, sinks: torch.Tensor | None) -> RadixAttention:
