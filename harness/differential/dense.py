@@ -46,22 +46,25 @@ def dense_rows(
     """
     dtype = getattr(torch, case.dtype)
     last = slice(len(tokens) - queries, None)
-    q, k = weights.q[:, tokens[last]].double(), weights.k[:, tokens].double()
+    queried, at = tokens[last], positions[last]
     if weights.q_rope is None or weights.k_rope is None:
         assert weights.v is not None
+        q, k = weights.q[:, queried], weights.k[:, tokens]
         v = weights.v[:, tokens].double()
-        return DenseRows(_rotated(q, positions[last], dtype), _rotated(k, positions, dtype), v)
-    q_rope = _rotated(weights.q_rope[:, tokens[last]].double(), positions[last], dtype)
-    k_rope = _rotated(weights.k_rope[:, tokens].double(), positions, dtype)
+        return DenseRows(_rotated(q, at, dtype), _rotated(k, positions, dtype), v)
+    q, k = weights.q[:, queried].double(), weights.k[:, tokens].double()
+    q_rope = _rotated(weights.q_rope[:, queried], at, dtype)
+    k_rope = _rotated(weights.k_rope[:, tokens], positions, dtype)
     return DenseRows(torch.cat((q, q_rope), -1), torch.cat((k, k_rope), -1), k)
 
 
 def _rotated(x: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Neox rotation of x [L, n, heads, dim] as a complex product."""
+    """Neox rotation of x [L, n, heads, dim] as a complex product in float64."""
     half = x.shape[-1] // 2
     exponent = torch.arange(half, dtype=torch.float64, device=x.device) / half
     angle = positions.double()[:, None, None] * ROPE_THETA**-exponent
-    rotated = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
-        torch.ones_like(angle), angle
-    )
-    return torch.cat((rotated.real, rotated.imag), -1).to(dtype).double()
+    pairs = torch.complex(x[..., :half], x[..., half:])
+    rotated = pairs * torch.polar(torch.ones_like(angle), angle)
+    # Rounded before it is copied: long rows are bound by memory.
+    rounded = torch.view_as_real(rotated).to(dtype)
+    return rounded.transpose(-1, -2).flatten(-2).double()
