@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 
 from harness.core.case import Case, Execution, Family, KVDtype, Mode
 from harness.core.numerics import PLAIN, Numerics
 from harness.differential.dense import DenseRows, dense_rows
-from harness.differential.input_types import BatchInputs, TrialInputs
+from harness.differential.input_types import ProbeWeights, TrialInputs
 from harness.oracle import attend, low_precision_attend, quantize_dequantize
 
 Attend = Callable[..., torch.Tensor]
@@ -58,6 +58,33 @@ class Expected:
         )
 
 
+@dataclass(frozen=True)
+class DenseProblem:
+    """What the oracle is asked; equal to a problem of the very same tensors.
+
+    Args:
+        case, weights, history, new_tokens, hidden_in: as in ``TrialInputs`` and ``BatchInputs``.
+        fed_tokens: per request, what a multi-step draft fed itself; None elsewhere.
+        rounds_query: whether the query is rounded to FP8 in the plain implementation,
+        asks_rounded: and in the oracle, too.
+        rounds_weights: whether the plain implementation rounds softmax weights to FP8.
+        attends_new_keys: whether new keys and values are not those of an FP8 cache.
+        device: that computes.
+    """
+
+    case: Case
+    weights: ProbeWeights
+    history: tuple[torch.Tensor, ...]
+    new_tokens: tuple[torch.Tensor, ...]
+    hidden_in: torch.Tensor | None
+    fed_tokens: tuple[tuple[int, ...], ...] | None
+    rounds_query: bool
+    asks_rounded: bool
+    rounds_weights: bool
+    attends_new_keys: bool
+    device: torch.device
+
+
 def expect(
     inputs: TrialInputs,
     *,
@@ -68,6 +95,8 @@ def expect(
 ) -> Expected:
     """Expected results of the tested batch, from its dense problem alone.
 
+    Trials of a row that ask the same share the answer; nobody writes to it.
+
     Args:
         inputs: weights and requests.
         fed_tokens: [bs, num_steps - 1] int64, tokens that a multi-step draft really fed itself, so
@@ -76,27 +105,48 @@ def expect(
         execution: of the forward.
         device: that computes, in float64 everywhere; the results are on the host.
     """
-    inputs = replace(inputs, weights=inputs.weights.to(device))
-    case = inputs.case
-    plain = rounded = [_problem(inputs, i, fed_tokens) for i in range(case.bs)]
-    if case.mode in numerics.rounds_query and case.kv_dtype is KVDtype.FP8:
+    case, batch = inputs.case, inputs.tested
+    is_fp8 = case.kv_dtype is KVDtype.FP8
+    rounds_query = is_fp8 and case.mode in numerics.rounds_query
+    return _expected(
+        DenseProblem(
+            case=case,
+            weights=inputs.weights,
+            history=batch.history,
+            new_tokens=batch.new_tokens,
+            hidden_in=batch.hidden_in,
+            fed_tokens=None if fed_tokens is None else tuple(map(tuple, fed_tokens.tolist())),
+            rounds_query=rounds_query,
+            asks_rounded=rounds_query and case.mode not in numerics.scales_query,
+            rounds_weights=is_fp8 and case.mode in numerics.rounds_weights,
+            attends_new_keys=(case.mode, execution) in numerics.attends_new_keys,
+            device=torch.device(device),
+        )
+    )
+
+
+# Kernels over an FP8 cache round in two ways; otherwise every trial of a row asks the same.
+@lru_cache(maxsize=2)
+def _expected(problem: DenseProblem) -> Expected:
+    problem = replace(problem, weights=problem.weights.to(problem.device))
+    case = problem.case
+    plain = rounded = [_rows(problem, i) for i in range(case.bs)]
+    if problem.rounds_query:
         rounded = [replace(rows, q=quantize_dequantize(rows.q, 1.0)) for rows in plain]
-    problems = plain if case.mode in numerics.scales_query else rounded
+    asked = rounded if problem.asks_rounded else plain
     new = [_tail(rows, n) for rows, n in zip(plain, case.q_lens, strict=True)]
-    if (case.mode, execution) in numerics.attends_new_keys:
-        exact = [_exact_rows(inputs, i) for i in range(case.bs)]
-        rounded = problems = [
-            _with_tail(rows, own, n)
-            for rows, own, n in zip(problems, exact, case.q_lens, strict=True)
+    if problem.attends_new_keys:
+        exact = [_exact_rows(problem, i) for i in range(case.bs)]
+        rounded = asked = [
+            _with_tail(rows, own, n) for rows, own, n in zip(asked, exact, case.q_lens, strict=True)
         ]
     dtype = getattr(torch, case.dtype)
-    rounds_weights = case.mode in numerics.rounds_weights and case.kv_dtype is KVDtype.FP8
-    weights_dtype = torch.float8_e4m3fn if rounds_weights else dtype
+    weights_dtype = torch.float8_e4m3fn if problem.rounds_weights else dtype
     attend_plainly = partial(low_precision_attend, dtype=dtype, weights_dtype=weights_dtype)
-    oracle = _answer(inputs, problems, attend, torch.float64)
-    reference = _answer(inputs, rounded, attend_plainly, dtype)
-    unrounded = oracle if problems is plain else _answer(inputs, plain, attend, torch.float64)
-    empty = [_tail(_problem_of_nothing(inputs, case), 0)]
+    oracle = _answer(problem, asked, attend, torch.float64)
+    reference = _answer(problem, rounded, attend_plainly, dtype)
+    unrounded = oracle if asked is plain else _answer(problem, plain, attend, torch.float64)
+    empty = [_tail(_rows_of_nothing(problem), 0)]
     return Expected(
         oracle=oracle,
         reference=reference,
@@ -106,14 +156,14 @@ def expect(
     )
 
 
-def _problem_of_nothing(inputs: TrialInputs, case: Case) -> DenseRows:
-    nothing = torch.empty(0, dtype=torch.int64, device=inputs.weights.k.device)
-    return dense_rows(inputs.weights, case, nothing, nothing, queries=0)
+def _rows_of_nothing(problem: DenseProblem) -> DenseRows:
+    nothing = torch.empty(0, dtype=torch.int64, device=problem.device)
+    return dense_rows(problem.weights, problem.case, nothing, nothing, queries=0)
 
 
-def _problem(inputs: TrialInputs, i: int, fed_tokens: torch.Tensor | None) -> DenseRows:
-    case = inputs.case
-    rows = _exact_rows(inputs, i, fed_tokens)
+def _rows(problem: DenseProblem, i: int) -> DenseRows:
+    case = problem.case
+    rows = _exact_rows(problem, i)
     if case.kv_dtype is not KVDtype.FP8:
         return rows
     # The latent of MLA is key and value at once, so it has the key's scale.
@@ -125,13 +175,15 @@ def _problem(inputs: TrialInputs, i: int, fed_tokens: torch.Tensor | None) -> De
     )
 
 
-def _exact_rows(inputs: TrialInputs, i: int, fed_tokens: torch.Tensor | None = None) -> DenseRows:
+def _exact_rows(problem: DenseProblem, i: int) -> DenseRows:
     """The rows of a request before anything is cast to FP8."""
-    case, batch = inputs.case, inputs.tested
-    new = batch.new_tokens[i] if fed_tokens is None else fed_tokens[i].cpu()
-    tokens = torch.cat((batch.history[i], new)).to(inputs.weights.k.device)
+    new, fed = problem.new_tokens[i], problem.fed_tokens
+    if fed is not None:
+        new = torch.tensor(fed[i], dtype=torch.int64)
+    tokens = torch.cat((problem.history[i], new)).to(problem.device)
     positions = torch.arange(len(tokens), device=tokens.device)
-    return dense_rows(inputs.weights, case, tokens, positions, queries=case.q_lens[i])
+    queries = problem.case.q_lens[i]
+    return dense_rows(problem.weights, problem.case, tokens, positions, queries)
 
 
 def _with_tail(rows: DenseRows, own: DenseRows, n: int) -> DenseRows:
@@ -155,11 +207,11 @@ def _window(case: Case, layer: int) -> int:
 
 
 def _answer(
-    inputs: TrialInputs, problems: list[DenseRows], attention: Attend, dtype: torch.dtype
+    problem: DenseProblem, requests: list[DenseRows], attention: Attend, dtype: torch.dtype
 ) -> Answer:
-    case, weights = inputs.case, inputs.weights
+    case, weights = problem.case, problem.weights
     hidden = [weights.lm_head.new_empty(0, weights.hidden_size, dtype=dtype)]
-    for rows in problems:
+    for rows in requests:
         outputs = [
             attention(
                 rows.q[layer],
@@ -173,21 +225,23 @@ def _answer(
             for layer in range(case.num_layers)
         ]
         hidden.append(torch.cat(outputs, -1))
-    states = _with_incoming(torch.cat(hidden), inputs.tested, dtype)
+    states = _with_incoming(torch.cat(hidden), problem, dtype)
     head = weights.lm_head.double() if dtype == torch.float64 else weights.lm_head
     logits = states.to(head.dtype) @ head
     return Answer(hidden_states=states.cpu(), logits=logits.cpu())
 
 
-def _with_incoming(attended: torch.Tensor, batch: BatchInputs, dtype: torch.dtype) -> torch.Tensor:
+def _with_incoming(
+    attended: torch.Tensor, problem: DenseProblem, dtype: torch.dtype
+) -> torch.Tensor:
     """Add half the hidden state before each query token; a multi-step draft feeds its own on."""
-    if batch.hidden_in is None:
+    if problem.hidden_in is None:
         return attended
-    incoming = batch.hidden_in.to(attended.device, dtype)
-    if batch.case.mode is not Mode.MULTI_STEP_DRAFT:
+    incoming = problem.hidden_in.to(attended.device, dtype)
+    if problem.case.mode is not Mode.MULTI_STEP_DRAFT:
         return attended + incoming * 0.5
     chained = []
-    for step in attended.unflatten(0, (batch.case.bs, -1)).unbind(1):
+    for step in attended.unflatten(0, (problem.case.bs, -1)).unbind(1):
         incoming = step + incoming * 0.5
         chained.append(incoming)
     return torch.stack(chained, 1).flatten(0, 1)

@@ -78,7 +78,9 @@ def _spec_info(pool_state: PoolState, batch_inputs: BatchInputs) -> SpecInput | 
     case, device = batch_inputs.case, pool_state.device
     hidden = None
     if batch_inputs.hidden_in is not None:
-        hidden = batch_inputs.hidden_in.to(device=device, dtype=getattr(torch, case.dtype))
+        # A copy: a backend may write to it, and trials of a row share what was drawn.
+        dtype = getattr(torch, case.dtype)
+        hidden = batch_inputs.hidden_in.to(device=device, dtype=dtype, copy=True)
     match case.mode:
         case Mode.MULTI_STEP_DRAFT:
             first = torch.stack([tokens[:1] for tokens in batch_inputs.new_tokens]).to(device)

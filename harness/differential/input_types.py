@@ -13,11 +13,12 @@ VOCAB = 96
 ROPE_THETA = 10_000.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ProbeWeights:
     """Weights of the probe model: each token has its own query, key and value in each layer.
 
     L layers, V tokens, H query heads, K KV heads. All float32 holding values of the case's dtype.
+    Equal to themselves alone.
 
     Args:
         q: [L, V, H, head_dim]; MLA: the absorbed part, head_dim = kv_lora_rank.

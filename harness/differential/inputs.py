@@ -14,6 +14,8 @@ from harness.differential.input_types import VOCAB, BatchInputs, ProbeWeights, T
 from harness.differential.traced_inputs import by_distance_from_the_end, capacity, with_tracers
 from harness.upstream.allocator import PADDING_ROW
 
+Tokens = tuple[torch.Tensor, ...]
+
 
 def make_trial_inputs(case: Case, *decoys: Case) -> TrialInputs:
     """Inputs of a case and of decoys that have its geometry; the case's seed decides everything.
@@ -31,7 +33,6 @@ def make_trial_inputs(case: Case, *decoys: Case) -> TrialInputs:
 def _drawn(*cases: Case) -> TrialInputs:
     first = cases[0]
     rng = random.Random(first.seed)
-    generator = torch.Generator().manual_seed(first.seed)
     weights = _weights(first)
     wanted = [_num_pages(case) for case in cases]
     unused = 3
@@ -43,7 +44,7 @@ def _drawn(*cases: Case) -> TrialInputs:
     for case in cases:
         own_pages, pages = pages[: case.bs], pages[case.bs :]
         own_rows, rows = rows[: case.bs], rows[case.bs :]
-        batches.append(_batch(case, own_pages, own_rows, weights.hidden_size, generator))
+        batches.append(_batch(case, own_pages, own_rows, weights.hidden_size))
     swa_page_of = None
     if first.window_left >= 0:
         swa_page_of = _swa_mapping(batches, num_pages, rng)
@@ -107,9 +108,26 @@ def _batch(
     pages: Sequence[tuple[int, ...]],
     rows: Sequence[int],
     hidden_size: int,
-    generator: torch.Generator,
 ) -> BatchInputs:
-    def tokens(counts: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    history, new_tokens, hidden_in = _requests(case, hidden_size)
+    return BatchInputs(
+        case=case,
+        history=history,
+        new_tokens=new_tokens,
+        hidden_in=hidden_in,
+        req_pool_indices=tuple(rows),
+        pages=tuple(pages),
+    )
+
+
+# Trials of a row follow each other; a replayed one has two decoys. What was computed from these
+# tensors is found again by them, and nobody writes to them.
+@lru_cache(maxsize=3)
+def _requests(case: Case, hidden_size: int) -> tuple[Tokens, Tokens, torch.Tensor | None]:
+    """History, new tokens and incoming hidden states of a batch."""
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def tokens(counts: Sequence[int]) -> Tokens:
         return tuple(torch.randint(1, VOCAB, (n,), generator=generator) for n in counts)
 
     rows_in = {
@@ -120,14 +138,7 @@ def _batch(
     hidden_in = None
     if rows_in is not None:
         hidden_in = _rounded(torch.randn(rows_in, hidden_size, generator=generator), case)
-    return BatchInputs(
-        case=case,
-        history=tokens(case.prefix_lens),
-        new_tokens=tokens(case.q_lens),
-        hidden_in=hidden_in,
-        req_pool_indices=tuple(rows),
-        pages=tuple(pages),
-    )
+    return tokens(case.prefix_lens), tokens(case.q_lens), hidden_in
 
 
 def _rounded(x: torch.Tensor, case: Case) -> torch.Tensor:

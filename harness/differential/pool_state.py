@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -35,11 +36,6 @@ class PoolState:
     def case(self) -> Case:
         """The case under test."""
         return self.inputs.case
-
-    @cached_property
-    def weights(self) -> ProbeWeights:
-        """The probe model's, on the device."""
-        return self.inputs.weights.to(self.device)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Every cache buffer by name, [slots, …]."""
@@ -113,11 +109,19 @@ def make_pool_state(
     return pool_state
 
 
+def _kv_dtype(case: Case) -> torch.dtype:
+    auto = case.kv_dtype is KVDtype.AUTO
+    dtype: torch.dtype = getattr(torch, case.dtype if auto else case.kv_dtype)
+    return dtype
+
+
 def _kv_pool(inputs: TrialInputs, device: torch.device) -> KVPool:
     case = inputs.case
-    auto = case.kv_dtype is KVDtype.AUTO
-    dtype = getattr(torch, case.dtype if auto else case.kv_dtype)
-    common = {"page_size": case.page_size, "dtype": dtype, "device": device}
+    common: dict[str, Any] = {
+        "page_size": case.page_size,
+        "dtype": _kv_dtype(case),
+        "device": device,
+    }
     if case.family is Family.MLA:
         return MLATokenToKVPool(
             num_pages=inputs.num_pages,
@@ -171,21 +175,45 @@ def _write_history(pool_state: PoolState, batch: BatchInputs, requests: Sequence
     lens = [len(batch.history[i]) for i in requests]
     if not sum(lens):
         return
-    tokens = torch.cat([batch.history[i] for i in requests]).to(device)
-    positions = torch.cat([torch.arange(n, device=device) for n in lens])
-    rows = dense_rows(pool_state.weights, case, tokens, positions, queries=0)
+    histories = tuple(batch.history[i] for i in requests)
+    cached = _shared_rows if sum(lens) <= TOGETHER else _cached_rows
+    keys, values = cached(pool_state.inputs.weights, case, histories, device)
     slots = torch.tensor(
         [slot for i, n in zip(requests, lens, strict=True) for slot in batch.slots(i, 0, n)]
     )
     pool = pool_state.token_to_kv_pool
     for layer in range(case.num_layers):
-        k, v = rows.k[layer], rows.v[layer]
         if isinstance(pool, MLATokenToKVPool):
-            _write_rows(pool.kv_buffer[layer], slots, k.flatten(1), case.k_scale)
+            _write_rows(pool.kv_buffer[layer], slots, keys[layer].flatten(1))
             continue
         part, index, where = _layer_slots(pool, layer, slots)
-        _write_rows(part.k_buffer[index], where, k, case.k_scale)
-        _write_rows(part.v_buffer[index], where, v, case.v_scale)
+        _write_rows(part.k_buffer[index], where, keys[layer])
+        _write_rows(part.v_buffer[index], where, values[layer])
+
+
+def _cached_rows(
+    weights: ProbeWeights,
+    case: Case,
+    histories: tuple[torch.Tensor, ...],
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [L, n, kv heads, dim] of histories, as the cache holds them."""
+    tokens = torch.cat(histories).to(device)
+    positions = torch.cat([torch.arange(len(own), device=device) for own in histories])
+    rows = dense_rows(weights.to(device), case, tokens, positions, queries=0)
+    dtype = _kv_dtype(case)
+    return _cast(rows.k, case.k_scale, dtype), _cast(rows.v, case.v_scale, dtype)
+
+
+# Trials of a row have the same histories: of its batch and, replayed, of two decoys.
+_shared_rows = lru_cache(maxsize=3)(_cached_rows)
+
+
+def _cast(rows: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    if dtype.itemsize == 1:
+        limit = torch.finfo(dtype).max
+        rows = (rows / scale).clamp(-limit, limit)
+    return rows.to(dtype)
 
 
 def _layer_slots(
@@ -198,12 +226,6 @@ def _layer_slots(
     return pool.swa_pool, layer // 2, pool.full_to_swa_index_mapping.cpu()[slots]
 
 
-def _write_rows(
-    buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, scale: float
-) -> None:
+def _write_rows(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
     mapped = slots != PADDING_SLOT
-    slots, rows = slots[mapped], rows[mapped.to(rows.device)]
-    if buffer.element_size() == 1:
-        limit = torch.finfo(buffer.dtype).max
-        rows = (rows / scale).clamp(-limit, limit)
-    buffer[slots.to(buffer.device)] = rows.to(buffer.dtype).to(buffer.device)
+    buffer[slots[mapped].to(buffer.device)] = rows[mapped.to(rows.device)]
