@@ -20,12 +20,13 @@ from harness.subjects import SUBJECTS
 from harness.upstream.forward_batch_info import ForwardBatch
 
 SHARED = ((inputs, "_requests"), (pool_state, "_shared_rows"), (expected, "_expected"))
+# What is float32 as it was drawn needs no cast on its way to the batch.
 ROWS = (
     ("trtllm_mha/xqa", "mha-decode-fp8_cache"),
-    ("trtllm_mha/trtllm_gen", "mha-multi_step_draft-bs2_ragged"),
-    ("trtllm_mha/xqa", "mha-draft_extend_v2-bs2_ragged"),
+    ("trtllm_mha/reference", "mha-multi_step_draft-fp32_window_sinks"),
+    ("trtllm_mha/reference", "mha-draft_extend_v2-fp32"),
     ("trtllm_mla/trtllm_gen", "mla-target_verify-bs2_ragged"),
-    ("trtllm_mla/trtllm_gen", "mla-draft_extend_v1-accept_1_3"),
+    ("trtllm_mla/reference", "mla-draft_extend_v1-fp32"),
 )
 
 
