@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from fixtures.plan import custom_trials
 from fixtures.tables import CASES
 from harness.core.case import Execution, Family
-from harness.core.paths import ROOT
 from harness.core.record import Verdict
 from harness.differential.trial import run_trial
 from harness.subjects import custom_subjects
+
+pytest_plugins = ["pytester"]
 
 KERNELS = "fixtures.fakes.own_kernel"
 (RIGHT,) = custom_subjects(f"{KERNELS}:attention")
@@ -59,12 +57,9 @@ def test_every_row_of_its_families_is_planned() -> None:
 @pytest.mark.parametrize(
     "name", ["nowhere:kernel", f"{KERNELS}:nothing", f"{KERNELS}:CAPABILITY", "kernel", ":x"]
 )
-def test_a_kernel_that_is_not_there_is_one_line(name: str) -> None:
-    command = [sys.executable, "-m", "pytest", "suites/differential/test_cases.py", "-n0", "-q"]
-    done = subprocess.run(
-        [*command, "--kernel", name], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    told = [line for line in done.stdout.splitlines() + done.stderr.splitlines() if name in line]
-    assert done.returncode == 4
-    assert any(f"--kernel = {name!r} is not accepted; accepted: MODULE:FUNCTION" in x for x in told)
-    assert "Traceback" not in done.stdout + done.stderr
+def test_a_kernel_that_is_not_there_is_one_line(pytester: pytest.Pytester, name: str) -> None:
+    plugin = ("-p", "fixtures.pytest_plugin.plugin", "-n0")
+    done = pytester.runpytest_inprocess(*plugin, "--kernel", name)
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    [told] = [line for line in done.errlines if line]
+    assert f"--kernel = {name!r} is not accepted; accepted: MODULE:FUNCTION" in told

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,26 +11,36 @@ import pytest
 from harness.core.paths import ROOT
 from harness.core.record import Record, Verdict, read_records
 
+pytest_plugins = ["pytester"]
+
 ROW = "mha-decode-bs2_ragged"
 CHOICE = f"{ROW} and trtllm_mha/xqa-eager"
+Run = Callable[..., pytest.RunResult]
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n0", "-q", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs pytest in the repository, in this process."""
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.chdir(ROOT)
+
+    def start(*words: str) -> pytest.RunResult:
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider", "-n0", "-q", *words)
+
+    return start
 
 
-def drawn(folder: Path, *words: str) -> Record:
+def drawn(run: Run, folder: Path, *words: str) -> Record:
     done = run("suites/differential/test_cases.py", "-k", CHOICE, "--report", str(folder), *words)
-    assert done.returncode == 0, done.stdout
+    assert done.ret == 0
     [record] = read_records(folder / "records.jsonl")
     assert record.verdict is Verdict.PASSED
     return record
 
 
-def test_other_inputs_of_a_row_are_named_and_repeated_by_its_command(tmp_path: Path) -> None:
-    usual = drawn(tmp_path / "usual")
-    third = drawn(tmp_path / "third", "--draw", "3")
+def test_other_inputs_of_a_row_are_named_and_repeated_by_its_command(run: Run, tmp_path: Path) -> None:
+    usual = drawn(run, tmp_path / "usual")
+    third = drawn(run, tmp_path / "third", "--draw", "3")
     assert (usual.case, third.case) == (ROW, f"{ROW}+draw3")
     assert third.axes == usual.axes
     errors = [[quantity.error for quantity in r.quantities] for r in (usual, third)]
@@ -40,13 +49,13 @@ def test_other_inputs_of_a_row_are_named_and_repeated_by_its_command(tmp_path: P
     assert command[0] == "pytest"
     assert command[-2:] == ["--draw", "3"]
     again = tmp_path / "again"
-    assert run(*command[1:], "--report", str(again)).returncode == 0
+    assert run(*command[1:], "--report", str(again)).ret == 0
     [record] = read_records(again / "records.jsonl")
     assert [quantity.error for quantity in record.quantities] == errors[1]
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "x"])
-def test_what_is_no_number_is_refused(number: str) -> None:
+def test_what_is_no_number_is_refused(run: Run, number: str) -> None:
     done = run("suites/differential", "--draw", number)
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert f"{number!r} is not accepted; accepted: 1 or more" in done.stderr
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    assert f"{number!r} is not accepted; accepted: 1 or more" in done.stderr.str()

@@ -76,7 +76,7 @@ def test_a_killed_run_goes_on(
     (project.path / "mended").touch()
     with (project.path / "out" / "records.jsonl").open("a") as file:
         file.write('{"format": 1, "case": "ca')
-    assert project.runpytest_subprocess(*ARGS, "--resume").ret == 0
+    assert project.runpytest_inprocess(*ARGS, "--resume").ret == 0
     assert ran(project) == [3, 4, 5]
     found = records(project)
     assert sorted(found) == [f"case{number}" for number in range(6)]
@@ -96,9 +96,9 @@ def test_without_it_everything_runs_again(project: pytest.Pytester) -> None:
 
 
 def test_workers_leave_out_the_same(project: pytest.Pytester) -> None:
-    project.runpytest_subprocess(*ARGS, "-n", "2")
+    project.runpytest_inprocess(*ARGS)
     assert ran(project) == [0, 1, 2, 3, 4, 5]
-    assert project.runpytest_subprocess(*ARGS, "-n", "2", "--resume").ret == 1
+    assert project.runpytest_inprocess(*ARGS, "-n", "2", "--resume").ret == 1
     assert ran(project) == [3]
     assert records(project)["case3"].verdict is Verdict.WRONG_NUMBERS
 

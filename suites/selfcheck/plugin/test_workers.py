@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tomllib
 
 import pytest
@@ -69,21 +67,17 @@ def test_xdist_reads_what_is_chosen(
     result.stdout.fnmatch_lines([told])
 
 
-def test_pytest_answers_without_xdist() -> None:
+def test_pytest_answers_without_xdist(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(ROOT)
     words = ("-p", "no:xdist", "-q", "suites/selfcheck/plugin/test_workers.py::test_mistyped")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *words],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "ERROR: not found: " in done.stderr
-    assert "unrecognized arguments" not in done.stderr
+    done = pytester.runpytest_inprocess(*words)
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    assert "ERROR: not found: " in done.stderr.str()
+    assert "unrecognized arguments" not in done.stderr.str()
 
 
 def test_nothing_forces_workers() -> None:
