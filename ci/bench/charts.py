@@ -7,9 +7,11 @@ by side as fit; the legend is text above them.
 from __future__ import annotations
 
 import html
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import altair as alt
@@ -73,6 +75,12 @@ class LegendKey:
     name: str
 
 
+@lru_cache(maxsize=256)
+def _drawn(chart: str) -> str:
+    """SVG of a chart's JSON; the same one stands on a page and in a file."""
+    return str(vl_convert.vegalite_to_svg(chart))
+
+
 @dataclass(frozen=True)
 class Panel:
     """One chart under its title."""
@@ -88,7 +96,7 @@ class Panel:
         """
         fitted = {"autosize": {"type": "fit", "contains": "padding"}, "config": CONFIG}
         chart = self.chart.to_dict() | fitted
-        drawn: str = vl_convert.vegalite_to_svg(chart)
+        drawn = _drawn(json.dumps(chart))
         told = f'role="img" aria-label="{html.escape(label)}"'
         return drawn.replace("<svg ", f'<svg {told} style="--natural: {chart["width"]}px" ', 1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -89,6 +90,19 @@ def detectable(
     Sessions of ``n_max`` blocks are drawn from the A/A effects with random signs, as the randomised
     order gives them to real blocks. Infinite where 100 % is not enough.
     """
+    return _detectable(tuple(effects), bounds, thresholds or Thresholds(), power, seed, sessions)
+
+
+@lru_cache(maxsize=1024)
+def _detectable(
+    effects: tuple[float, ...],
+    bounds: Bounds,
+    thresholds: Thresholds,
+    power: float,
+    seed: int,
+    sessions: int,
+) -> float:
+    """A case of every session of a run asks the same."""
     noise = checked_effects(effects)
     random = np.random.default_rng(seed)
     size = (sessions, bounds.n_max)
@@ -97,7 +111,7 @@ def detectable(
 
     def shown(step: int) -> bool:
         found = scaled_paths(drawn + step * STEP, bounds, scale)
-        codes, _ = decide(found, thresholds or Thresholds())
+        codes, _ = decide(found, thresholds)
         return bool((codes == REGRESSED).mean() >= power)
 
     steps = range(math.ceil(math.log(2.0) / STEP) + 1)
