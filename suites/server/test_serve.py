@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,27 +44,50 @@ def test_a_mistake_is_named_before_anything_starts(
     assert message in capsys.readouterr().err
 
 
+OPTIONS = EngineOptions(
+    models=MODELS,
+    pair="gqa",
+    spec="v2",
+    kernel="reference",
+    device="cpu",
+    num_steps=3,
+    num_draft_tokens=4,
+    page_size=16,
+    num_pages=40,
+    max_running_requests=2,
+    context_length=64,
+    slowdown=0.0,
+)
+
+
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("changes", "message"),
     [
-        (
-            ("--kernel", "fa9"),
-            "kernel = 'fa9' is not accepted; accepted: reference, ",
-        ),
-        (("--device", "tpu9"), "device = 'tpu9' is not accepted; accepted: cpu, cuda"),
-        (("--device", "cuda:99"), "device = 'cuda:99' is not accepted; accepted: cpu; "),
-        (("--num-steps", "3", "--num-draft-tokens", "1"), "num_draft_tokens = 1"),
+        ({"kernel": "fa9"}, "kernel = 'fa9' is not accepted; accepted: reference, "),
+        ({"device": "tpu9"}, "device = 'tpu9' is not accepted; accepted: cpu, cuda"),
+        ({"device": "cuda:99"}, "device = 'cuda:99' is not accepted; accepted: cpu; "),
+        ({"num_draft_tokens": 1}, "num_draft_tokens = 1"),
     ],
     ids=["kernel", "device", "no_such_gpu", "drafts"],
 )
-def test_an_engine_that_cannot_start_ends_the_server(words: tuple[str, ...], message: str) -> None:
-    command = [sys.executable, "-m", "harness", "serve", "--pair", "gqa", *words]
+def test_an_engine_that_cannot_be_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        build.build(replace(OPTIONS, **changes))  # type: ignore[arg-type]
+
+
+def test_an_engine_that_cannot_start_ends_the_server() -> None:
+    words = ("serve", "--pair", "gqa", "--num-steps", "3", "--num-draft-tokens", "1")
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "harness", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 2, done.stderr
     assert "specgate serve: " in done.stderr
-    assert message in done.stderr
+    assert "num_draft_tokens = 1" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -101,19 +126,6 @@ def test_a_broken_pair_is_named_in_one_line(
 
 def test_a_kernel_for_other_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "compute_capability", lambda _: (7, 5))
-    options = EngineOptions(
-        models=MODELS,
-        pair="gqa",
-        spec="v2",
-        kernel="xqa",
-        device="cpu",
-        num_steps=3,
-        num_draft_tokens=4,
-        page_size=16,
-        num_pages=40,
-        max_running_requests=2,
-        context_length=64,
-        slowdown=0.0,
-    )
+    options = replace(OPTIONS, kernel="xqa")
     with pytest.raises(UsageError, match="kernel = 'xqa': xqa needs compute capability"):
         build.build(options)
