@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from fixtures import plan
 from harness.core.paths import ROOT
 from harness.core.record import Record, Verdict, read_records
 
 pytest_plugins = ["pytester"]
 
+IMPORTED = plan
+"""With torch's operators, registered once in a process: pytester forgets what a run imports."""
 ROW = "mha-decode-bs2_ragged"
 CHOICE = f"{ROW} and trtllm_mha/xqa-eager"
 Run = Callable[..., pytest.RunResult]
@@ -38,7 +41,9 @@ def drawn(run: Run, folder: Path, *words: str) -> Record:
     return record
 
 
-def test_other_inputs_of_a_row_are_named_and_repeated_by_its_command(run: Run, tmp_path: Path) -> None:
+def test_other_inputs_of_a_row_are_named_and_repeated_by_its_command(
+    run: Run, tmp_path: Path
+) -> None:
     usual = drawn(run, tmp_path / "usual")
     third = drawn(run, tmp_path / "third", "--draw", "3")
     assert (usual.case, third.case) == (ROW, f"{ROW}+draw3")

@@ -1,0 +1,48 @@
+"""Coverage is measured in so many parameters of a test as its sample holds, and all of them run."""
+
+from __future__ import annotations
+
+import pytest
+
+from fixtures.pytest_plugin import traced_sample
+
+pytest_plugins = ["pytester"]
+
+TESTS = """
+import pytest
+
+@pytest.mark.parametrize("number", range(50))
+def test_many(number):
+    pass
+
+@pytest.mark.parametrize("number", range(5))
+def test_few(number):
+    pass
+"""
+
+
+def untraced(pytester: pytest.Pytester, *words: str) -> list[str]:
+    """Tests that would not be traced, of the file above."""
+    pytester.makepyfile(test_sampled=TESTS)
+    plugin = ("-p", "fixtures.pytest_plugin.traced_sample", "-n0")
+    items, _ = pytester.inline_genitems(*plugin, *words)
+    assert len(items) == 55
+    return sorted(item.name for item in items if item.get_closest_marker("no_cover"))
+
+
+def test_more_parameters_than_the_sample_are_not_traced(pytester: pytest.Pytester) -> None:
+    names = untraced(pytester)
+    assert len(names) == 50 - traced_sample.SAMPLE
+    assert all(name.startswith("test_many[") for name in names)
+    # Not one end of the table, nor every second row.
+    numbers = [int(name.removeprefix("test_many[").removesuffix("]")) for name in names]
+    assert min(numbers) < 10 < 40 < max(numbers)
+    assert {number % 2 for number in numbers} == {0, 1}
+
+
+def test_a_sample_is_the_same_in_every_process(pytester: pytest.Pytester) -> None:
+    assert untraced(pytester) == untraced(pytester)
+
+
+def test_a_run_that_asks_which_test_executes_what_traces_all(pytester: pytest.Pytester) -> None:
+    assert untraced(pytester, "--cov-context=test") == []
