@@ -102,6 +102,7 @@ def mla_fields(draw: st.DrawFn, subject: Subject) -> dict[str, Any]:
     }
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("name", NAMES)
 def test_every_step_of_any_order_agrees(
     name: str, seeds: Iterator[int], past: list[PastExample]

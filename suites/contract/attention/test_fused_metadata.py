@@ -97,6 +97,7 @@ def test_every_fill_leaves_what_a_loop_works_out(
         scene.check(scene.ask(bs))
 
 
+@pytest.mark.untraced
 def test_a_batch_of_1023_requests(device: torch.device) -> None:
     scene = Scene(KINDS["round-wide_verify"], 1023, 16, 200, device, swa=False)
     scene.check(scene.ask(1023))

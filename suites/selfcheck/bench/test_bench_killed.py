@@ -13,6 +13,7 @@ from harness.bench.jsonl import read
 from harness.bench.session_records import Session, Trial
 from harness.core.paths import ROOT
 
+pytestmark = pytest.mark.untraced
 WORDS = (
     "--a=embedded:pair=gqa",
     "--sessions=A/A",

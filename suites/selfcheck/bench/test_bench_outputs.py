@@ -36,6 +36,7 @@ from harness.bench.session_records import Role, Session, Trial
 from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.validity import Conditions
 
+pytestmark = pytest.mark.untraced
 BS1, BS8 = (workload.id for workload in synthetic_bench.WORKLOADS)
 SLOWER = math.log(1.05)
 MOVED = {

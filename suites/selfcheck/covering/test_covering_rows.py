@@ -28,6 +28,7 @@ from harness.core.capability import refusal
 from harness.core.case import Case, Execution, Family, KVDtype, Layout, Mode
 from harness.errors import UsageError
 
+pytestmark = pytest.mark.untraced
 KEPT = [(m, s) for m in MACHINES for s in STRENGTHS]
 BY_NAME = pytest.mark.parametrize(
     ("machine", "strength"), KEPT, ids=[f"{machine.name}-{strength}" for machine, strength in KEPT]

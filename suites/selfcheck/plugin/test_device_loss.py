@@ -10,6 +10,7 @@ from harness.core.paths import ROOT
 from harness.core.record import Verdict, read_records
 
 pytest_plugins = ["pytester"]
+pytestmark = pytest.mark.untraced
 
 # Stands in for CUDA: two GPUs, and a context that ends with the process's first fault.
 CONFTEST = """

@@ -8,6 +8,7 @@ from harness.core.paths import ROOT
 from harness.core.record import Record, Verdict, read_records
 
 pytest_plugins = ["pytester"]
+pytestmark = pytest.mark.untraced
 
 TESTS = """
 import os, signal

@@ -12,6 +12,7 @@ from harness.core.paths import ROOT
 from harness.core.record import Record, Verdict, read_records, write_records
 
 pytest_plugins = ["pytester"]
+pytestmark = pytest.mark.untraced
 
 # Trials of this machine; "case3" fails until a file says otherwise, and each run is told apart.
 TESTS = """

@@ -18,6 +18,10 @@ def test_many(number):
 @pytest.mark.parametrize("number", range(5))
 def test_few(number):
     pass
+
+@pytest.mark.untraced
+def test_long():
+    pass
 """
 
 
@@ -26,12 +30,13 @@ def untraced(pytester: pytest.Pytester, *words: str) -> list[str]:
     pytester.makepyfile(test_sampled=TESTS)
     plugin = ("-p", "fixtures.pytest_plugin.traced_sample", "-n0")
     items, _ = pytester.inline_genitems(*plugin, *words)
-    assert len(items) == 55
+    assert len(items) == 56
     return sorted(item.name for item in items if item.get_closest_marker("no_cover"))
 
 
 def test_more_parameters_than_the_sample_are_not_traced(pytester: pytest.Pytester) -> None:
     names = untraced(pytester)
+    assert names.pop(0) == "test_long"
     assert len(names) == 50 - traced_sample.SAMPLE
     assert all(name.startswith("test_many[") for name in names)
     # Not one end of the table, nor every second row.
@@ -46,3 +51,26 @@ def test_a_sample_is_the_same_in_every_process(pytester: pytest.Pytester) -> Non
 
 def test_a_run_that_asks_which_test_executes_what_traces_all(pytester: pytest.Pytester) -> None:
     assert untraced(pytester, "--cov-context=test") == []
+
+
+@pytest.mark.parametrize(("marks", "traced"), [("", True), ("@pytest.mark.no_cover", False)])
+def test_processes_are_traced_where_their_test_is(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, marks: str, traced: bool
+) -> None:
+    for name in traced_sample.OF_PROCESSES:
+        monkeypatch.setenv(name, "settings")
+    pytester.makepyfile(
+        f"""
+        import os, pytest
+        NAMES = {traced_sample.OF_PROCESSES}
+
+        {marks}
+        def test_one():
+            assert [name in os.environ for name in NAMES] == [{traced}, {traced}]
+
+        def test_next():
+            assert all(name in os.environ for name in NAMES)
+        """
+    )
+    plugin = ("-p", "fixtures.pytest_plugin.traced_sample", "-p", "no:pytest_cov", "-n0")
+    pytester.runpytest_inprocess(*plugin).assert_outcomes(passed=2)
