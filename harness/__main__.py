@@ -45,6 +45,7 @@ HANDED_ON = {
     "bench": ("fixtures.bench", "compare two servers in randomised blocks, to a verdict"),
     "compare": ("harness.bench", "judge a benchmark's records again and print what they show"),
     "resolution": ("fixtures.resolution", "tell what a benchmark finds, from recorded launches"),
+    "campaign": ("fixtures.campaign", "compare servers of real size, row by row of a table"),
     "serve": ("harness.server", "serve a shipped pair over HTTP"),
     "upstream": ("fixtures.upstream", "put SGLang's own backends on trial, by release"),
     "accept-lengths": (

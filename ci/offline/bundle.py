@@ -12,7 +12,7 @@ import tarfile
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,12 @@ def build(out: Path, part_size: int, lane: str = "gpu") -> list[Path]:
         of_folders = {site: packages}
         if SERVED in tables:
             of_folders |= {site / PYTHONS_FOLDER / k: v for k, v in spec[SERVED].items()}
+        left_out, of_releases = spec["left_out"]["patterns"], spec["left_out"]["of_releases"]
         for number, (into, wanted) in enumerate(of_folders.items()):
+            patterns = left_out if into == site else [*left_out, *of_releases]
             for wheel in download(wanted, spec["machine"], Path(folder, f"wheels-{number}")):
-                unpack_wheel(wheel, into, spec["left_out"]["patterns"])
-        strip(site, spec["machine"]["architecture"])
+                unpack_wheel(wheel, into, patterns)
+        strip(site, spec["machine"]["architecture"], spec["kernels"])
         for release in RELEASES.values():
             fetch_release(release, site / RELEASES_FOLDER)
         archive = Path(folder, "site.tar.xz")
@@ -99,13 +101,19 @@ def unpack_wheel(wheel: Path, site: Path, left_out: Iterable[str]) -> None:
             archive.extract(member, site)
 
 
-def strip(site: Path, architecture: int) -> None:
-    """Remove from large libraries what that GPU does not load, and symbols, if ``strip`` exists."""
+def strip(site: Path, architecture: int, kernels: Mapping[str, str]) -> None:
+    """Remove from large libraries what that GPU does not load, and symbols, if ``strip`` exists.
+
+    Args:
+        site: searched for libraries.
+        architecture: of the GPU.
+        kernels: by a library's name, the pattern of those that stay.
+    """
     tool = shutil.which("strip")
     for library in site.rglob("*.so*"):
         if library.stat().st_size < STRIPPED_FROM:
             continue
-        device_code.keep(library, architecture)
+        device_code.keep(library, architecture, kernels.get(library.name, ""))
         if tool:
             subprocess.run([tool, "--strip-unneeded", str(library)], check=False)
 

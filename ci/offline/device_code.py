@@ -2,12 +2,16 @@
 
 A library's fat binaries have a header (magic, version, its size, the size of what follows) and
 entries; each entry has a header (kind, version, its size, its payload's size, …, architecture) and
-a payload. No offset moves, and a driver loads the entry of its own GPU alone.
+a payload. No offset moves, and a driver loads the entry of its own GPU alone, when a kernel of it
+is first asked for: of a library that has kernels for every model, those of some can be kept.
 """
 
 from __future__ import annotations
 
+import re
+import shutil
 import struct
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,16 +19,20 @@ MAGIC = struct.pack("<I", 0xBA55ED50)
 HEADER = struct.Struct("<IHHQ")
 ENTRY = struct.Struct("<HHIQ12xI")
 CUBIN = 2
+ZSTD = struct.pack("<I", 0xFD2FB528)
+KERNEL = re.compile(rb"\.nv\.info\.(\w+)")
+"""A section of a cubin, named after its kernel."""
 Payload = tuple[int, int, int, int]
 """Kind, architecture, offset and size."""
 
 
-def keep(library: Path, architecture: int) -> int:
+def keep(library: Path, architecture: int, kernels: str = "") -> int:
     """Zero what another GPU would load, wherever there is code for this one.
 
     Args:
         library: a file, written again where something was left out.
         architecture: such as 90, whose fat binaries keep what was compiled for it.
+        kernels: a pattern; code for this GPU whose kernels have other names is zeroed, too.
 
     Returns:
         Bytes that were zeroed.
@@ -34,12 +42,23 @@ def keep(library: Path, architecture: int) -> int:
         if not any(one[:2] == (CUBIN, architecture) for one in payloads):
             continue  # a driver compiles another one's PTX
         for kind, of, offset, size in payloads:
-            if (kind, of) != (CUBIN, architecture):
+            code = data[offset : offset + size]
+            if (kind, of) != (CUBIN, architecture) or (kernels and not _has_kernel(code, kernels)):
                 data[offset : offset + size] = bytes(size)
                 zeroed += size
     if zeroed:
         library.write_bytes(data)
     return zeroed
+
+
+def _has_kernel(code: bytes, pattern: str) -> bool:
+    """Whether a kernel's name has the pattern; True where nobody can read the names."""
+    if code.startswith(ZSTD) and (tool := shutil.which("zstd")):
+        # It ends with 1 at the zeros that fill up the payload.
+        words = [tool, "--decompress", "--stdout", "--quiet"]
+        code = subprocess.run(words, input=code, capture_output=True, check=False).stdout
+    names = KERNEL.findall(code)
+    return not names or any(re.search(pattern.encode(), name) for name in names)
 
 
 def _fat_binaries(data: bytearray) -> Iterator[list[Payload]]:

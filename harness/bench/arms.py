@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -121,6 +123,11 @@ class Arm:
         return self._named_pair if is_known else None
 
     @property
+    def python(self) -> str:
+        """The interpreter that runs it, of another environment or this one."""
+        return os.path.expanduser(self.options.get("python", sys.executable))
+
+    @property
     def shape(self) -> str | None:
         """Name of the shape that it serves. Its rounds accept a fixed number of tokens."""
         return self.options.get("shape")
@@ -167,7 +174,7 @@ class Arm:
         if self.kind == "url":
             return ArmFacts(name=self.spec, slowdown=self.slowdown)
         package = "torch" if self.kind == "embedded" else "sglang"
-        versions = {package: _version(self.options.get("python", sys.executable), package)}
+        versions = {package: _version(self.python, package)}
         words = self._launch().argv
         ports = {i for w, word in enumerate(words) if word.endswith("port") for i in (w, w + 1)}
         command = tuple(word for i, word in enumerate(words) if i not in ports)
@@ -181,11 +188,10 @@ class Arm:
     def _launch(self) -> process.ServerSpec:
         if self.kind == "url":
             return process.attached(self.url)
-        python = self.options.get("python", sys.executable)
         if self.kind == "embedded":
             chosen: dict[str, Any] = {name: self.options.get(name) for name in EMBEDDED}
             chosen["slowdown"] = self.slowdown or None
-            return process.embedded(self._named_pair, python=python, **chosen)
+            return process.embedded(self._named_pair, python=self.python, **chosen)
         folder = self.shapes[self.shape] if self.shape else self.pairs.get(self._named_pair)
         numbers = dict(OF_A_SHAPE) if self.shape else {}
         numbers |= {name: int(self.options[name]) for name in SGLANG if name in self.options}
@@ -200,7 +206,8 @@ class Arm:
             gpu_delay=self.slowdown > 0 and self.is_gpu_bound,
             phases=self.tells_phases,
             is_on_one_gpu="one_gpu" in self.options,
-            python=python,
+            python=self.python,
+            release=_version(self.python, "sglang") if "python" in self.options else None,
             args=[*(SHAPE_ARGS if self.shape else ()), *self.options.get("args", "").split()],
             **numbers,
         )
@@ -289,6 +296,7 @@ def _slowdown(text: str) -> float:
     return value
 
 
+@cache
 def _version(python: str, package: str) -> str:
     asked = [python, "-c", VERSION_SCRIPT, package]
     try:

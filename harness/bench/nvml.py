@@ -87,3 +87,22 @@ def first() -> Nvml | None:
         return Nvml(int(shown) if shown.isdigit() else 0)
     except pynvml.NVMLError:
         return None
+
+
+def gib() -> float:
+    """Memory of the first GPU of this machine, 0 on a machine without one."""
+    try:
+        pynvml.nvmlInit()
+        total = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).total
+        return float(total) / (1 << 30)
+    except pynvml.NVMLError:
+        return 0.0
+
+
+def count() -> int:
+    """How many GPUs this machine has."""
+    try:
+        pynvml.nvmlInit()
+        return int(pynvml.nvmlDeviceGetCount())
+    except pynvml.NVMLError:
+        return 0

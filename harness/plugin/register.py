@@ -17,13 +17,17 @@ from harness.plugin.gpu_delay import GpuDelay
 from harness.plugin.served import SERVED, ServedBackend
 from harness.plugin.switches import GPU_DELAY, PHASES, is_on
 
-RETURNS_STAMP = (0, 5, 18)
-"""From this release on a factory's entry returns a name beside the backend."""
+FIRST, RETURNS_STAMP = (0, 5, 14), (0, 5, 18)
+"""Releases: what is older is left alone; from the second on a factory's entry returns a name, too."""
 
 
 def register() -> None:
     """Register every backend of ours with the sglang of this process."""
     import sglang
+
+    release = tuple(int(part) for part in sglang.__version__.split(".")[:3])
+    if release < FIRST:
+        return
     from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.models.deepseek_common.attention_backend_handler import (
@@ -38,7 +42,6 @@ def register() -> None:
     for served in SERVED.values():
         register_attention_backend(served.name)(partial(new_plugin_backend, served))
         AttentionBackendRegistry.register(served.name, absorbed)
-    release = tuple(int(part) for part in sglang.__version__.split(".")[:3])
     eagle = "sglang.srt.speculative"
     hooks: dict[str, Callable[..., Any]] = {
         "sglang.srt.server_args.ServerArgs.check_server_args": check_arguments,

@@ -1,8 +1,9 @@
-"""The command of an sglang server with EAGLE (flags of sglang 0.5.14)."""
+"""The command of an sglang server with EAGLE (flags of sglang 0.5.14, and their older names)."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,12 @@ MAX_TOTAL_TOKENS, MEM_FRACTION_STATIC = 20_000, 0.3
 """Small enough for several servers on one GPU."""
 DRAWN_WEIGHTS = ("--load-format", "dummy", "--skip-tokenizer-init")
 """Flags for a folder that holds a configuration alone."""
+OLDER = {
+    "--cuda-graph-max-bs-decode": "--cuda-graph-max-bs",
+    "--disable-prefill-cuda-graph": "--disable-piecewise-cuda-graph",
+}
+RENAMED = (0, 5, 14)
+"""The release whose names stand here; before it some flags had others."""
 
 
 def sglang(
@@ -36,6 +43,7 @@ def sglang(
     gpu_delay: bool = False,
     phases: bool = False,
     python: str = sys.executable,
+    release: str | None = None,
     args: Sequence[str] = (),
 ) -> ServerSpec:
     """A server of the sglang that is installed for ``python``.
@@ -55,6 +63,7 @@ def sglang(
         gpu_delay: whether ``/slow_down`` delays the GPU, where our plugin is installed.
         phases: whether our plugin, installed beside it, times the phases of its steps.
         python: an interpreter; two wheels are two environments.
+        release: of its sglang, such as "0.5.13"; None for one that knows the flags set here.
         args: further flags, which win over those set here.
 
     Raises:
@@ -92,6 +101,8 @@ def sglang(
     )
     # Idle servers must not keep a core busy while another one is measured.
     argv = ("-m", "sglang.launch_server", *words, "--sleep-on-idle", *args)
+    if release and _numbers(release) < RENAMED:
+        argv = tuple(OLDER.get(word, word) for word in argv)
     return ServerSpec(
         name=f"sglang {attention_backend}",
         argv=one_gpu.command(python, tp_size, argv) if is_on_one_gpu else (python, *argv),
@@ -110,6 +121,10 @@ def sglang(
         },
         ready_s=READY_S,
     )
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", release)[: len(RENAMED)])
 
 
 def _simulated(accept_length: int | None) -> dict[str, str]:

@@ -57,7 +57,7 @@ def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in WHEEL.items():
             archive.writestr(name, content)
-    spec = bundle.specification() | {"left_out": {"patterns": LEFT_OUT}}
+    spec = bundle.specification() | {"left_out": {"patterns": LEFT_OUT, "of_releases": []}}
     monkeypatch.setattr(bundle, "specification", lambda: spec)
     monkeypatch.setattr(bundle, "download", lambda *_: [path])
     monkeypatch.setattr(bundle, "fetch_release", fetched)

@@ -73,7 +73,7 @@ def test_a_lane_takes_its_tables_along(monkeypatch: pytest.MonkeyPatch, tmp_path
         return []
 
     monkeypatch.setattr(bundle, "download", download)
-    monkeypatch.setattr(bundle, "strip", lambda site, _: site.mkdir())
+    monkeypatch.setattr(bundle, "strip", lambda site, *_: site.mkdir())
     monkeypatch.setattr(bundle, "fetch_release", lambda *_: None)
     for lane in cli.LANES:
         bundle.build(tmp_path, 1 << 20, lane)

@@ -65,7 +65,7 @@ def test_large_libraries_of_a_bundle_lose_it(
     large.parent.mkdir()
     large.write_bytes(MINE.ljust(bundle.STRIPPED_FROM, b"."))
     small.write_bytes(MINE)
-    bundle.strip(tmp_path, 90)
+    bundle.strip(tmp_path, 90, {})
     assert b"b" * 72 not in large.read_bytes()
     assert b"h" * 56 in large.read_bytes()
     assert small.read_bytes() == MINE

@@ -1,0 +1,140 @@
+"""Every row of the campaign is a benchmark that can be planned, and each GPU takes the next one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import stat
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fixtures import bench, campaign
+from fixtures.tables.campaign import COMPARISONS, POOL, SHAPE_OF
+from fixtures.tables.shapes import SHAPES
+from harness.errors import UsageError
+from harness.plugin.served import SERVED
+
+ROWS = tuple(COMPARISONS.values())
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_a_row_is_planned(row):
+    asked = bench.setup(bench.parser().parse_args(row.words(139.0)))
+    assert asked.a.shape == asked.b.shape == SHAPE_OF[row.family]
+    assert not asked.sized
+    assert asked.rehearsed == (asked.a, asked.b)
+    for workload in asked.workloads:
+        drafted = 3 * workload.batch_size
+        longest = workload.input_len + workload.output_len
+        assert workload.batch_size * longest + drafted <= POOL
+        assert longest <= SHAPES[row.family and SHAPE_OF[row.family]].configuration(draft=False)[
+            "max_position_embeddings"
+        ]
+
+
+@pytest.mark.parametrize(
+    ("gib", "mha", "mla"), [(139.8, "4", "2"), (79.6, "2", "2"), (24.0, "2", "2"), (180.0, "4", "4")]
+)
+def test_as_many_blocks_at_a_time_as_a_gpu_has_room_for(gib, mha, mla):
+    for name, expected in (("mha-fa3", mha), ("mla-fa3", mla)):
+        words = COMPARISONS[name].words(gib)
+        assert words[words.index("--side-by-side") + 1] == expected
+
+
+def test_every_baseline_is_on_trial():
+    named = {arm.partition("backend=")[2].partition(",")[0] for row in ROWS for arm in (row.a, row.b)}
+    assert named >= set(SERVED)
+
+
+def test_unless_both_passes_and_blocks_are_given_a_shape_is_sized():
+    words = ["--a", "sglang:shape=llama-3.1-8b", "--sessions", "A/A"]
+    for more, sized in (
+        ([], True),
+        (["--passes", "1"], True),
+        (["--blocks-at-most", "3"], True),
+        (["--passes", "1", "--blocks-at-most", "3"], False),
+    ):
+        assert bench.setup(bench.parser().parse_args([*words, *more])).sized is sized
+
+
+@pytest.fixture
+def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An interpreter that writes down its GPU and its words, and takes a while."""
+    log = tmp_path / "asked"
+    log.mkdir()
+    script = tmp_path / "python"
+    script.write_text(
+        f"#!{sys.executable}\n"
+        "import json, os, sys, time\n"
+        f"name = os.path.join({str(log)!r}, str(time.monotonic_ns()))\n"
+        "json.dump([os.environ['CUDA_VISIBLE_DEVICES'], sys.argv[1:]], open(name, 'w'))\n"
+        "print('said', os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        "time.sleep(0.2)\n"
+        "sys.exit(2 if 'phases' in sys.argv[-4] else 0)\n"
+    )
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(campaign.sys, "executable", str(script))
+    return log
+
+
+def test_each_gpu_takes_the_next_row(recorder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    out = tmp_path / "records"
+    ids = ["mha-fa3", "mla-kv_indices", "mha-dead_topk"]
+    assert campaign.main([*ids, "--out", str(out), "--seconds", "900"]) == 0
+    asked = [json.loads(file.read_text()) for file in sorted(recorder.iterdir())]
+    assert {gpu for gpu, _ in asked} == {"4", "7"}
+    assert len(asked) == len(ids)
+    for _, words in asked:
+        assert words[:3] == ["-m", "harness", "bench"]
+        assert 890 <= float(words[words.index("--seconds") + 1]) <= 900
+        assert "--resume" in words
+    paths = {Path(words[words.index("--out") + 1]) for _, words in asked}
+    assert paths == {out / f"{name}.jsonl" for name in ids}
+    assert "said" in (out / "mha-fa3.txt").read_text()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_row_that_cannot_be_measured_is_told_and_the_others_are(recorder, tmp_path, capsys):
+    assert campaign.Campaign(
+        rows=[COMPARISONS["phases"], COMPARISONS["mha-fa3"]], out=tmp_path, ends=time.monotonic() + 999
+    ).run(["0"]) == {"phases": 2, "mha-fa3": 0}
+    assert [json.loads(f.read_text())[0] for f in sorted(recorder.iterdir())] == ["0", "0"]
+
+
+def test_nothing_is_begun_that_has_no_time(recorder, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert campaign.main(["--out", str(tmp_path), "--seconds", "100"]) == 0
+    assert not list(recorder.iterdir())
+
+
+def test_a_dry_run_prints_commands(capsys, tmp_path):
+    assert campaign.main(["phases", "--dry-run", "--out", str(tmp_path / "none")]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert words[1:4] == ["-m", "harness", "bench"]
+    assert "--seconds" not in words
+    assert not (tmp_path / "none").exists()
+
+
+def test_bad_words_are_refused(capsys, monkeypatch, tmp_path):
+    assert campaign.main(["mha-nothing"]) == 2
+    assert "row = 'mha-nothing' is not accepted" in capsys.readouterr().err
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(campaign.nvml, "count", lambda: 0)
+    with pytest.raises(UsageError, match="GPUs of this machine"):
+        campaign.gpus()
+    assert campaign.main(["--out", str(tmp_path)]) == 2
+    assert "GPUs of this machine = 0" in capsys.readouterr().err
+
+
+def test_effects_are_those_of_the_records():
+    path = Path("docs/example/llama-3.1-8b/host-3-swapped.jsonl.gz")
+    rows = list(campaign.effects(COMPARISONS["phases"], path))
+    told = {(cells[1], cells[8]): cells for cells in rows}
+    cells = told["bs1-in128-out193", "improved"]
+    assert cells[4] == "-1.4 %"
+    assert float(cells[2]) > float(cells[3]) > 6.9
