@@ -42,7 +42,7 @@ def keep(library: Path, architecture: int, kernels: str = "") -> int:
         if not any(one[:2] == (CUBIN, architecture) for one in payloads):
             continue  # a driver compiles another one's PTX
         for kind, of, offset, size in payloads:
-            code = data[offset : offset + size]
+            code = bytes(data[offset : offset + size])
             if (kind, of) != (CUBIN, architecture) or (kernels and not _has_kernel(code, kernels)):
                 data[offset : offset + size] = bytes(size)
                 zeroed += size

@@ -240,19 +240,23 @@ def _alike(blocks: Sequence[Block]) -> list[tuple[str, int]]:
     return [(max(lines), len(lines)) for lines in ranked]
 
 
-def verdict(found: Sequence[Finding]) -> RunVerdict:
+def verdict(found: Sequence[Finding], *, controlled: bool = True) -> RunVerdict:
     """The verdict of a run: multiple testing and the controls applied to its findings.
 
     REGRESSED and IMPROVED of candidates are decided by e-BH. An A/A case that is either of the two,
     or a workload on which the injected slowdown is not REGRESSED, makes every candidate INVALID.
     Of the others those are BLIND whose A/A case showed nothing, or whose noise hides delta1.
     Parts of a step keep the verdict of their own evidence, and one is named where the step moved.
+
+    Args:
+        found: of one file.
+        controlled: whether the controls must be there and as they should.
     """
     candidates = {f.id: f for f in found if f.is_gated}
     whole = [f for f in found if not f.is_part]
     judged = apply_e_bh({name: f.evidence for name, f in candidates.items()})
     judged |= {f.id: f.evidence for f in found if f.role is Role.CANDIDATE and f.is_part}
-    for controls in _controls(whole):
+    for controls in _controls(whole) if controlled else ():
         judged = apply_controls(judged, controls)
     same = {(f.workload.id, f.metric): f for f in whole if f.role is Role.SAME}
     all_judged = tuple(

@@ -18,7 +18,7 @@ from harness.plugin.served import SERVED, ServedBackend
 from harness.plugin.switches import GPU_DELAY, PHASES, is_on
 
 FIRST, RETURNS_STAMP = (0, 5, 14), (0, 5, 18)
-"""Releases: what is older is left alone; from the second on a factory's entry returns a name, too."""
+"""Releases: older ones are left alone; from the second on a factory's entry returns a name, too."""
 
 
 def register() -> None:

@@ -42,7 +42,7 @@ class Client:
         self.on_gpu = on_gpu
 
     def stream(self, input_ids, max_new_tokens):
-        self.log.append(("sent", input_ids[0], threading.get_ident()))
+        self.log.append(("sent", input_ids[0], threading.get_ident(), len(input_ids)))
         if input_ids[0] in self.fails:
             raise ServerError("503: the worker died")
         yield StreamChunk(answer=answer(0), at=time.perf_counter())
@@ -173,6 +173,19 @@ def test_a_server_is_warmed_up_once_for_each_workload():
     for workload in (LOOP, LOOP, replace(LOOP, id="other")):
         made.run(SLOT, parse("embedded:"), Server(), workload)
     assert [entry[0] for entry in log] == [*warm, *measured, *measured, *warm, *measured]
+
+
+@pytest.mark.parametrize(
+    ("spec", "warm"),
+    [("embedded:", 4096), ("url:http://server", 4096), ("embedded:slowdown=0.01", 9000)],
+)
+def test_a_long_prompt_is_cut_to_warm_up_unless_a_part_of_its_step_is_added(spec, warm):
+    log = []
+    made = replace(trials(log), prompts=lambda _: [(7,) * 9000, (8,) * 30])
+    made.run(SLOT, parse(spec), Server(), LOOP)
+    lengths = [entry[3] for entry in log if entry[0] == "sent"]
+    assert sorted(lengths[:2]) == [30, warm]
+    assert sorted(lengths[2:]) == [30, 30, 9000, 9000]
 
 
 def test_answers_are_checked_before_every_warm_up():

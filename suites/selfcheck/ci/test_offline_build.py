@@ -77,14 +77,14 @@ def test_a_lane_takes_its_tables_along(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(bundle, "fetch_release", lambda *_: None)
     for lane in cli.LANES:
         bundle.build(tmp_path, 1 << 20, lane)
-    gpu, nightly, older, accept_lengths, bench, same, server, upstream = asked
+    gpu, nightly, older, accept_lengths, bench, same, campaign, again, server, upstream = asked
     assert gpu == spec["packages"] | spec["test"]
     assert nightly == gpu | spec["sglang"]
     assert {"sglang", "altair", "schemathesis"} <= set(nightly)
-    assert bench == server == nightly
+    assert bench == campaign == server == nightly
     assert accept_lengths == nightly | spec["fa4"] | spec["nccl"]
     [(release, wanted)] = spec["releases"].items()
-    assert older == same == wanted
+    assert older == same == again == wanted
     assert release == wanted["sglang"] != nightly["sglang"]
     assert wanted.keys() <= nightly.keys()
     assert upstream == nightly | spec["upstream"]
