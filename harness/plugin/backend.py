@@ -14,10 +14,11 @@ from harness.errors import UsageError, rejected
 from harness.kernels.interface import Kernel
 from harness.kernels.registry import new_kernel
 from harness.plugin.batches import our_batch, our_layer
+from harness.plugin.per_head_prefill import per_head_prefill
 from harness.plugin.pools import served_pool
 from harness.plugin.served import ServedBackend
 from harness.upstream.forward_batch_info import ForwardBatch
-from harness.upstream.memory_pool import SWAKVPool
+from harness.upstream.memory_pool import MLATokenToKVPool, SWAKVPool
 from harness.upstream.radix_attention import RadixAttention
 from harness.upstream.verify_mask import TreeMaskMode, tree_mask_numel
 
@@ -51,6 +52,7 @@ class PluginBackend(AttentionBackend):  # type: ignore[misc]
         self.cuda_graph_custom_mask: torch.Tensor | None = None
         self._extends_draft = runner.is_draft_worker and not ours.skip_prefill
         self._layers: dict[int, RadixAttention] = {}
+        self._per_head = per_head_prefill(ours.kernel.capability)
 
     @property
     def forward_metadata(self) -> Any:
@@ -129,8 +131,15 @@ class PluginBackend(AttentionBackend):  # type: ignore[misc]
         k_rope: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
         **kwargs: Any,
-    ) -> torch.Tensor:
-        """Attention of one layer."""
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attention of one layer; a prefill per head may be asked for log-sum-exps as well."""
+        batch = self.batch(forward_batch)
+        pool = self.ours.token_to_kv_pool
+        if isinstance(pool, MLATokenToKVPool) and layer.v_head_dim != pool.kv_lora_rank:
+            # Values of each head and not latents: sglang has cached those itself.
+            assert self._per_head is not None
+            planned = self.ours.planned(batch)
+            return self._per_head(q, k, v, layer, forward_batch, planned)
         own = self._layer(layer, sinks)
         if own.v_head_dim != own.head_dim and q_rope is None:
             heads = q.view(-1, own.tp_q_head_num, own.head_dim)
@@ -139,7 +148,6 @@ class PluginBackend(AttentionBackend):  # type: ignore[misc]
             k, k_rope = rows[..., : own.v_head_dim], rows[..., own.v_head_dim :]
         if q_rope is not None:
             kwargs |= {"q_rope": q_rope, "k_rope": k_rope}
-        batch = self.batch(forward_batch)
         return self.ours.forward(q, k, v, own, batch, save_kv_cache, **kwargs)
 
     forward_decode = forward_extend

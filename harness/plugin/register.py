@@ -14,6 +14,7 @@ from typing import Any
 
 from harness.errors import UsageError
 from harness.plugin.gpu_delay import GpuDelay
+from harness.plugin.per_head_prefill import runs_per_head
 from harness.plugin.served import SERVED, ServedBackend
 from harness.plugin.switches import GPU_DELAY, PHASES, is_on
 
@@ -41,7 +42,7 @@ def register() -> None:
     server_args.add_attention_backend_choices(list(SERVED))
     for served in SERVED.values():
         register_attention_backend(served.name)(partial(new_plugin_backend, served))
-        AttentionBackendRegistry.register(served.name, absorbed)
+        AttentionBackendRegistry.register(served.name, forward_method)
     eagle = "sglang.srt.speculative"
     hooks: dict[str, Callable[..., Any]] = {
         "sglang.srt.server_args.ServerArgs.check_server_args": check_arguments,
@@ -63,12 +64,14 @@ def register() -> None:
         HookRegistry.register(target, hook, HookType.AROUND)
 
 
-def absorbed(attention: Any, forward_batch: Any) -> Any:
-    """Every forward of an MLA model runs absorbed."""
+def forward_method(attention: Any, forward_batch: Any) -> Any:
+    """How a forward of an MLA model runs: absorbed, but for prefills that do not."""
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
         AttnForwardMethod,
     )
 
+    if runs_per_head(attention, forward_batch):
+        return AttnForwardMethod.MHA_CHUNKED_KV
     return AttnForwardMethod.MLA
 
 

@@ -1,0 +1,164 @@
+"""A prefill per head, merged over its chunks as sglang merges them, attends to every key once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from harness.attention.geometry import Geometry
+from harness.core.capability import FLASH_MLA, TRTLLM_GEN_MLA, XQA
+from harness.errors import UsageError
+from harness.plugin.per_head_prefill import PerHeadPrefill, per_head_prefill, runs_per_head
+from harness.plugin.switches import PER_HEAD_PREFILL
+from harness.upstream.forward_batch_info import ForwardMode
+
+HEADS, QK, V, SCALE = 3, 24, 16, 0.17
+NEW, CACHED, CHUNK = (5, 1, 8), (7, 0, 12), 8
+"""Tokens of three requests; one has nothing cached, one a chunk and a half."""
+
+
+def attend(
+    q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal
+):
+    """What the kernel answers, request by request."""
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert (cu_seqlens_q.diff().max(), cu_seqlens_k.diff().max()) == (max_seqlen_q, max_seqlen_k)
+    assert softmax_scale == SCALE
+    outs, sums = [], []
+    for i in range(len(cu_seqlens_q) - 1):
+        own = q[cu_seqlens_q[i] : cu_seqlens_q[i + 1]]
+        keys, values = (x[cu_seqlens_k[i] : cu_seqlens_k[i + 1]] for x in (k, v))
+        scores = torch.einsum("thd,nhd->htn", own, keys) * softmax_scale
+        if causal:
+            seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril(len(keys) - len(own))
+            scores = scores.masked_fill(~seen, -torch.inf)
+        log_sums = scores.logsumexp(-1)
+        weights = (scores - log_sums[..., None]).exp().nan_to_num()
+        outs.append(torch.einsum("htn,nhd->thd", weights, values))
+        sums.append(log_sums)
+    return torch.cat(outs), torch.cat(sums, 1)
+
+
+def merged(first, second):
+    """Two answers to the same queries, as ``merge_state`` of sgl_kernel makes them one."""
+    weights = torch.stack((first[1], second[1])).softmax(0)[..., None]
+    total = torch.logaddexp(first[1], second[1])
+    return weights[0] * first[0] + weights[1] * second[0], total
+
+
+def ends(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+@pytest.fixture
+def rows():
+    torch.manual_seed(3)
+    draw = torch.float64
+    return [
+        (torch.randn(n, HEADS, QK, dtype=draw), torch.randn(c + n, HEADS, QK, dtype=draw),
+         torch.randn(c + n, HEADS, V, dtype=draw))
+        for n, c in zip(NEW, CACHED, strict=True)
+    ]  # fmt: skip
+
+
+def batch(**changes):
+    fields = {"attn_attend_prefix_cache": False, "mha_return_lse": True}
+    return SimpleNamespace(**fields | changes)
+
+
+PLANNED = SimpleNamespace(
+    cu_seqlens_q=ends(NEW),
+    geometry=Geometry(
+        forward_mode=ForwardMode.EXTEND,
+        bs=3,
+        num_tokens=sum(NEW),
+        max_q_len=max(NEW),
+        is_ragged=True,
+    ),
+)
+LAYER = SimpleNamespace(tp_q_head_num=HEADS, head_dim=QK, v_head_dim=V, scaling=SCALE)
+
+
+def test_chunks_and_new_tokens_make_the_whole(rows):
+    prefill = PerHeadPrefill(attend)
+    queries = torch.cat([q for q, _, _ in rows])
+
+    def answer(spans, **changes):
+        k, v = (
+            torch.cat([row[at][a:b] for row, (a, b) in zip(rows, spans, strict=True)])
+            for at in (1, 2)
+        )
+        # As projections leave them: flat rows.
+        return prefill(queries.flatten(1), k.flatten(1), v, LAYER, batch(**changes), PLANNED)
+
+    new = [(c, c + n) for n, c in zip(NEW, CACHED, strict=True)]
+    out, log_sums = answer(new)
+    assert log_sums.shape == (sum(NEW), HEADS)
+    assert log_sums.is_contiguous()
+    found = out, log_sums
+    for chunk in range(2):
+        spans = [(min(chunk * CHUNK, c), min((chunk + 1) * CHUNK, c)) for c in CACHED]
+        lengths = [[min((j + 1) * CHUNK, c) - min(j * CHUNK, c) for c in CACHED] for j in range(2)]
+        part = answer(
+            spans,
+            attn_attend_prefix_cache=True,
+            prefix_chunk_idx=chunk,
+            prefix_chunk_cu_seq_lens=torch.stack([ends(each) for each in lengths]),
+            prefix_chunk_max_seq_lens=[max(each) for each in lengths],
+        )
+        found = merged(found, part)
+    expected, _ = attend(
+        queries,
+        *(torch.cat([row[at] for row in rows]) for at in (1, 2)),
+        cu_seqlens_q=ends(NEW),
+        cu_seqlens_k=ends([c + n for n, c in zip(NEW, CACHED, strict=True)]),
+        max_seqlen_q=max(NEW),
+        max_seqlen_k=max(c + n for n, c in zip(NEW, CACHED, strict=True)),
+        softmax_scale=SCALE,
+        causal=True,
+    )
+    torch.testing.assert_close(found[0], expected)
+
+
+def test_what_sglang_does_not_merge_comes_alone(rows):
+    args = [torch.cat([row[0] for row in rows]).flatten(1)] * 2
+    values = torch.randn(sum(NEW), HEADS, V, dtype=torch.float64)
+    out = PerHeadPrefill(attend)(*args, values, LAYER, batch(mha_return_lse=False), PLANNED)
+    assert out.shape == (sum(NEW), HEADS, V)
+
+
+@pytest.mark.parametrize(
+    ("on", "speculative", "cached", "disabled", "expected"),
+    [
+        ("1", False, [0, 0], False, True),
+        ("1", False, None, False, True),
+        ("1", False, [4000, 5000], False, True),
+        ("1", False, [4000, 4000], False, False),
+        ("1", False, [4000, 5000], True, False),
+        ("1", True, [0, 0], False, False),
+        ("0", False, [0, 0], False, False),
+    ],
+)
+def test_a_prefill_runs_per_head_where_it_pays(
+    on, speculative, cached, disabled, expected, monkeypatch
+):
+    monkeypatch.setenv(PER_HEAD_PREFILL, on)
+    attention = SimpleNamespace(
+        chunked_prefix_cache_threshold=8192, disable_chunked_prefix_cache=disabled
+    )
+    mode = SimpleNamespace(is_extend_without_speculative=lambda: not speculative)
+    forward_batch = SimpleNamespace(forward_mode=mode, extend_prefix_lens_cpu=cached)
+    assert runs_per_head(attention, forward_batch) is expected
+
+
+def test_only_flash_mla_has_it_and_only_where_it_is_asked_for(monkeypatch):
+    monkeypatch.setenv(PER_HEAD_PREFILL, "1")
+    assert per_head_prefill(TRTLLM_GEN_MLA) is None
+    assert per_head_prefill(XQA) is None
+    monkeypatch.setitem(__import__("sys").modules, "sgl_kernel", None)
+    with pytest.raises(UsageError, match="FlashAttention 3 needs sglang-kernel"):
+        per_head_prefill(FLASH_MLA)
+    monkeypatch.delenv(PER_HEAD_PREFILL)
+    assert per_head_prefill(FLASH_MLA) is None
