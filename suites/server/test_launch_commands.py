@@ -119,6 +119,21 @@ def test_options_reach_sglang() -> None:
     assert found.context_length == 512
 
 
+@pytest.mark.parametrize(
+    ("release", "renamed"),
+    [("0.5.13", True), ("0.5.13.post2", True), ("0.5.14", False), ("0.6.0", False), (None, False)],
+)
+def test_a_release_is_given_the_flags_that_it_knows(release: str | None, renamed: bool) -> None:
+    args = ("--disable-prefill-cuda-graph", "--page-size", "64")
+    argv = of_pair("gqa", release=release, args=args).argv
+    older = {"--cuda-graph-max-bs": "16", "--disable-piecewise-cuda-graph": "--page-size"}
+    newer = {"--cuda-graph-max-bs-decode": "16", "--disable-prefill-cuda-graph": "--page-size"}
+    for flags, are_there in ((older, renamed), (newer, not renamed)):
+        for flag, follower in flags.items():
+            assert (flag in argv) is are_there
+            assert not are_there or argv[argv.index(flag) + 1] == follower
+
+
 def test_options_reach_the_embedded_server() -> None:
     spec = embedded("mla", python="py", max_running_requests=3, api_key=None, slowdown=0.05)
     port = spec.url.rpartition(":")[2]

@@ -198,6 +198,18 @@ def test_a_server_is_shared_by_the_gpus_of_its_shape_unless_said(spec, gpus):
     assert told.get("--tp-size") == gpus
 
 
+def test_an_interpreter_below_home_says_which_release_it_runs(tmp_path, monkeypatch):
+    python = tmp_path / "python-0.5.13"
+    python.write_text("#!/bin/sh\necho 0.5.13\n")
+    python.chmod(0o755)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    arm = parse("sglang:pair=gqa,python=~/python-0.5.13", bench.PAIRS)
+    command = arm._launch().argv
+    assert command[0] == str(python)
+    assert "--cuda-graph-max-bs" in command
+    assert arm.facts().versions == {"sglang": "0.5.13"}
+
+
 def test_ranks_that_share_a_gpu_are_nodes_of_one_script():
     command = parse("sglang:pair=mla,tp_size=2,one_gpu=on", bench.PAIRS)._launch().argv
     assert (Path(command[1]).name, command[2]) == ("one_gpu.py", "2")
