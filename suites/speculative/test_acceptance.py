@@ -51,6 +51,49 @@ def test_a_batch_is_its_chains() -> None:
     assert verdict.bonus.tolist() == list(bonuses)
 
 
+SIZES = ((1, 16), (9, 2), (17, 5), (64, 16))
+"""Requests and tokens of a chain, as servers have them."""
+
+
+def drawn(bs: int, most: int) -> list[int]:
+    """Lengths or tokens, one per request, of no order."""
+    return [(37 * i * i + 11 * i + 5) % most for i in range(bs)]
+
+
+@pytest.mark.parametrize(("bs", "width"), SIZES)
+def test_chains_of_any_number_and_width(bs: int, width: int) -> None:
+    # Some agree to the end; of the others, drafts agree again after the mismatch.
+    chains = [[token % 2 for token in drawn(width + i, 50 + i)[-width:]] for i in range(bs)]
+    choices = [[*chain[1:], 7] for chain in chains]
+    for i, choice in enumerate(choices):
+        if (mismatch := (5 * i + width) % (width + 3)) < width:
+            choice[mismatch] = 9
+    lengths = [
+        next((j for j, token in enumerate(c) if token in (7, 9)), width) + 1 for c in choices
+    ]
+    found = verify_greedy(torch.tensor(chains), logits_for(choices))
+    assert found.accept_lens.tolist() == lengths
+    assert max(lengths) == width
+    assert found.bonus.tolist() == [c[n - 1] for c, n in zip(choices, lengths, strict=True)]
+    assert found.emitted.sum(1).tolist() == lengths
+    assert found.predicted.tolist() == choices
+    rows = last_uniform_rows(found.accept_lens, width).tolist()
+    assert rows == [i * width + n - 1 for i, n in enumerate(lengths)]
+    ends = [sum(lengths[: i + 1]) - 1 for i in range(bs)]
+    assert last_ragged_rows(found.accept_lens).tolist() == ends
+
+
+@pytest.mark.parametrize(("bs", "width"), SIZES)
+def test_masks_of_any_number_and_width(bs: int, width: int) -> None:
+    seq_lens = drawn(bs, 300)
+    cells = [
+        column <= n + row for n in seq_lens for row in range(width) for column in range(n + width)
+    ]
+    buffer = torch.zeros(len(cells) + 3, dtype=torch.bool)
+    fill_full_mask(buffer, torch.tensor(seq_lens), width)
+    assert buffer.tolist() == [*cells, False, False, False]
+
+
 def test_no_chain_at_all() -> None:
     verdict = verify_greedy(torch.zeros(0, 4, dtype=torch.int64), torch.zeros(0, VOCAB))
     assert verdict.accept_lens.shape == (0,)

@@ -47,6 +47,14 @@ def test_a_selection_may_reorder() -> None:
     assert_same(select(state(3, 5, 7), [2, 0]), state(7, 3))
 
 
+def test_every_request_of_a_large_batch_takes_its_fields_along() -> None:
+    many = [3 * i + 1 for i in range(40)]
+    kept = [i for i in reversed(range(40)) if i % 7]
+    assert_same(select(state(*many), kept), state(*(many[i] for i in kept)))
+    order = [(11 * i + 3) % 40 for i in range(40)]
+    assert_same(select(state(*many), order), state(*(many[i] for i in order)))
+
+
 def test_new_requests_follow_the_running_ones() -> None:
     assert_same(join(state(3, 5), state(2)), state(3, 5, 2))
 
