@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from fixtures.toys.toy import TARGET, expected_generation
+from fixtures.toys.toy import TARGET, VOCAB, expected_generation
 from fixtures.toys.toy_engine import PROMPTS, spec_config, toy_engine
 from harness.engine.request import Generation
 
@@ -38,8 +40,25 @@ def test_chunks_change_nothing(chunk_size: int, version: int) -> None:
     assert_as_expected(engine.generate(PROMPTS, NEW), 3, 4)
 
 
-def assert_as_expected(generations: list[Generation], steps: int, width: int) -> None:
-    for prompt, generation in zip(PROMPTS, generations, strict=True):
+CROWD = [[(7 * i + j * j) % VOCAB for j in range(1 + 5 * i % 23)] for i in range(37)]
+"""More requests than run at a time, of no two lengths in a row."""
+
+
+@pytest.mark.parametrize("version", [1, 2], ids=["draft_extend_v1", "draft_extend_v2"])
+@pytest.mark.parametrize(("steps", "width"), [(9, 10), (15, 16)], ids=lambda n: str(n))
+def test_a_crowd_of_wide_chains(steps: int, width: int, version: int) -> None:
+    config = spec_config(steps, width, version)
+    engine = toy_engine(config, max_bs=33, max_context_len=128, num_pages=1024).engine
+    assert_as_expected(engine.generate(CROWD, NEW), steps, width, CROWD)
+
+
+def assert_as_expected(
+    generations: list[Generation],
+    steps: int,
+    width: int,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+) -> None:
+    for prompt, generation in zip(prompts, generations, strict=True):
         expected = expected_generation(prompt, NEW, steps, width)
         assert generation.token_ids == expected.tokens
         assert generation.accept_lengths == expected.accept_lengths
