@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from harness.core.dispatch_mode import DispatchMode
 
@@ -38,14 +37,19 @@ class SharedReads(DispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = self._shared((args, kwargs))
+        given = self._shared([*args, *(kwargs or {}).values()])
         if func._schema.is_mutable or not given & self._shared(result):
             self.names |= given
         return result
 
     def _shared(self, value: object) -> set[str]:
-        tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
-        return {self._names[key] for key in map(_memory, tensors) if key in self._names}
+        """Names of the shared tensors in an operation's arguments or result, which nest lists."""
+        if isinstance(value, torch.Tensor):
+            name = self._names.get(_memory(value))
+            return set() if name is None else {name}
+        if isinstance(value, list | tuple):
+            return set().union(*map(self._shared, value))
+        return set()
 
 
 def observed(shared: Mapping[str, torch.Tensor], work: Callable[[], T]) -> tuple[T, set[str]]:

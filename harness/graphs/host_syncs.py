@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,11 @@ def dispatched_read(func: Any, args: Sequence[Any], kwargs: Kwargs) -> bool:
     rule = CONDITIONAL.get(func)
     if rule is not None:
         return rule(args, kwargs)
+    return _always_waits(func)
+
+
+@cache
+def _always_waits(func: Any) -> bool:
     return func in ALWAYS or not DATA_DEPENDENT.isdisjoint(func.tags)
 
 

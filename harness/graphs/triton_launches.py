@@ -94,6 +94,10 @@ def watch_interpreter() -> None:
     # It copies whole storages to the host and back, which on a CPU are the same memory.
     executor._init_args_hst = lambda self, args, kwargs: (list(args), dict(kwargs))
     executor._restore_args_dev = lambda *_: None
+    # What a kernel calls finds the language patched: the interpreter would patch it at each call.
+    interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(
+        *args, **kwargs
+    )
     for access in ("load", "store"):
         _check_pointers(builder, access)
     _round_to_nearest(builder, interpreter)

@@ -79,7 +79,8 @@ def attend(
     spoils = None
     if not is_readable(broken) or bool(broken.any()):
         spoils = broken.float().permute(0, 2, 1, 3)
-    values = values.masked_fill(broken, 0).permute(0, 2, 1, 3)
+        values = values.masked_fill(broken, 0)
+    values = values.permute(0, 2, 1, 3)
     keys = keys.permute(0, 2, 3, 1)
     rows = max(1, SCORES_PER_BLOCK // max(1, q.shape[0] * q.shape[2] * keys.shape[3]))
     blocks = [
@@ -100,17 +101,17 @@ def _block(
     kv_heads = keys.shape[1]
     grouped = q.unflatten(2, (kv_heads, q.shape[2] // kv_heads)).permute(0, 2, 3, 1, 4)
     group_and_rows = grouped.shape[2:4]
-    scores = (grouped.flatten(2, 3) @ keys).unflatten(2, group_and_rows) * softmax.scale
-    scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+    scores = (grouped.flatten(2, 3) @ keys).unflatten(2, group_and_rows).mul_(softmax.scale)
+    scores.masked_fill_(~seen[:, None, None], -torch.inf)
     # A row that sees nothing has no largest score; any finite one gives it weights of zero.
     top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
     if softmax.sinks is None:
-        weights = (scores - top).exp()
+        weights = scores.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
     else:
         sinks = softmax.sinks.view(kv_heads, -1, 1, 1)
         top = top.maximum(sinks)
-        weights = (scores - top).exp()
+        weights = scores.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True) + (sinks - top).exp()
     result: torch.Tensor = (weights.flatten(2, 3) @ values).unflatten(2, group_and_rows)
     result = (result / total).masked_fill(total == 0, 0)

@@ -70,7 +70,7 @@ def low_precision_attend(
 def quantize(x: torch.Tensor, scale: float) -> torch.Tensor:
     """``x`` as a float8_e4m3fn cache with a per-tensor scale stores it; saturates."""
     largest = torch.finfo(torch.float8_e4m3fn).max
-    return torch.clamp(x / scale, -largest, largest).to(torch.float8_e4m3fn)
+    return (x / scale).clamp_(-largest, largest).to(torch.float8_e4m3fn)
 
 
 def quantize_dequantize(x: torch.Tensor, scale: float) -> torch.Tensor:
@@ -134,13 +134,12 @@ def _softmax(
 ) -> torch.Tensor:
     """Probabilities [kv_heads, group, n, keys]."""
     grouped = q.unflatten(1, (k.shape[1], -1))
-    scores = torch.einsum("nhgd,lhd->hgnl", grouped, k) * scale
-    scores = scores.masked_fill(~seen, -torch.inf)
+    scores = torch.einsum("nhgd,lhd->hgnl", grouped, k).mul_(scale).masked_fill_(~seen, -torch.inf)
     peak = scores.amax(-1, keepdim=True)
     if sinks is None:
-        weights = torch.exp(scores - peak)
-        return weights / weights.sum(-1, keepdim=True)
+        weights = scores.sub_(peak).exp_()
+        return weights.div_(weights.sum(-1, keepdim=True))
     sink = sinks.to(scores).view(k.shape[1], -1, 1, 1)
     peak = torch.maximum(peak, sink)
-    weights = torch.exp(scores - peak)
-    return weights / (weights.sum(-1, keepdim=True) + torch.exp(sink - peak))
+    weights = scores.sub_(peak).exp_()
+    return weights.div_(weights.sum(-1, keepdim=True) + torch.exp(sink - peak))

@@ -13,6 +13,7 @@ from fixtures.tables.past_examples import Step
 from harness.core.case import Case, Mode
 from harness.subjects import SUBJECTS
 
+pytestmark = pytest.mark.untraced
 LENS, ACCEPT_LENS = (33, 64, 95), (1, 4, 2)
 # XQA has no window with several queries; trtllm-gen has no packed mask.
 GEOMETRIES: dict[str, dict[str, Any]] = {

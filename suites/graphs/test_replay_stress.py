@@ -14,6 +14,7 @@ from harness.core.case import Mode
 from harness.differential.forward import tensors
 from harness.subjects import GRAPH_MODES
 
+pytestmark = pytest.mark.untraced
 MODES = sorted(GRAPH_MODES)
 SUBJECTS = (
     "trtllm_mha/xqa",

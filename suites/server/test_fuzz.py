@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+import pytest
 import requests
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis.errors import Unsatisfiable
@@ -16,6 +17,7 @@ from fixtures.drivers.crowd import settled
 from fixtures.pytest_plugin.servers import FreshServer, Served
 from fixtures.tables.past_examples import HTTPRequest, PastExample, written
 
+pytestmark = pytest.mark.untraced
 CONTEXT = 256
 """Long enough for the default of 128 new tokens, so that valid requests are served."""
 EXAMPLES = 8

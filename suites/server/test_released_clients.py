@@ -20,6 +20,7 @@ from harness.bench.measure import TrialMaker, TrialSlot
 from harness.server.http import protocol
 from harness.server.launch.process import ROOT
 
+pytestmark = pytest.mark.untraced
 HERE = Path(__file__).parent
 SGLANG, OPENAI = HERE / "released_client.py", HERE / "openai_client.py"
 ABSENT = "no released clients in .tox/clients: python -m ci.clients installs them"

@@ -61,6 +61,7 @@ def test_tokens_and_accept_lengths(server, at_once):
         assert sum(verified) == pytest.approx(rounds, rel=DRAFT_TIES)
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize(
     ("pair", "spec"), [("mla", "v2"), ("mla", "v1"), ("gqa", "v1"), ("gqa", "none")]
 )

@@ -10,6 +10,7 @@ from fixtures.pytest_plugin.goldens import prompts
 from harness.core.case import Execution
 from harness.engine.spec_config import SpecVersion
 
+pytestmark = pytest.mark.untraced
 DECOY = {"alone": (2,), "of_three": (5, 2, 0)}
 WAYS = [
     (SpecVersion.V1, False, Execution.EAGER),

@@ -9,6 +9,8 @@ from fixtures.toys.toy_engine import spec_config
 from harness.engine.plan_stream import RecordedStreams
 from harness.oracle.generation import greedy
 
+pytestmark = pytest.mark.untraced
+
 
 @pytest.fixture(scope="module", params=sorted(BACKENDS))
 def tiny(request: pytest.FixtureRequest) -> TinyPair:

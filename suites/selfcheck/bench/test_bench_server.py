@@ -7,6 +7,7 @@ from harness.bench.analysis import findings
 from harness.bench.jsonl import read
 from harness.bench.session_records import Role, Session, Trial
 
+pytestmark = pytest.mark.untraced
 WORDS = (
     "--a=embedded:pair=gqa",
     "--sessions=injected",

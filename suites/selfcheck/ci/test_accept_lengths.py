@@ -28,6 +28,7 @@ from harness.core.tolerance import tie_margin
 from harness.errors import NotReady
 from harness.oracle import FollowedText
 
+pytestmark = pytest.mark.untraced
 ARM = parse("sglang:pair=gqa,backend=triton,num_steps=5,num_draft_tokens=6")
 TIE = tie_margin(Dtype.BF16)
 

@@ -20,6 +20,7 @@ from harness.bench.jsonl import append
 from harness.core.environment import environment
 from harness.core.record import Record, Verdict, write_records
 
+pytestmark = pytest.mark.untraced
 PLANTED = {"mha-decode-bs1_short": 3, "mha-decode-bs2_ragged": 5, "mha-extend-bs1_short": 0}
 """Case -> the place of the first candidate that has its defect; 0 has it from the start."""
 CLEAN = replace(environment(), dirty=False)

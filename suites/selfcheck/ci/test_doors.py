@@ -18,6 +18,7 @@ from ci.doors.tried import Tried, show, typed
 from harness.core.paths import ROOT
 from harness.errors import UsageError
 
+pytestmark = pytest.mark.untraced
 DOCUMENT = """Text with `python3 -m inline`.
 
 ```bash

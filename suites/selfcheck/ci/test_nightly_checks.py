@@ -15,6 +15,8 @@ from ci.nightly.__main__ import free_gib_needed
 from ci.nightly.checks import NightlyCheck
 from ci.nightly.stages import arms_of, module
 
+pytestmark = pytest.mark.untraced
+
 
 def junit(text: str) -> Any:
     def started(module: str, *args: str) -> subprocess.CompletedProcess[str]:

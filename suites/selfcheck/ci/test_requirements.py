@@ -13,6 +13,7 @@ from packaging.utils import canonicalize_name
 from ci.nightly.checks import requirements
 from harness.core.paths import ROOT
 
+pytestmark = pytest.mark.untraced
 FOLDERS = ("ci", "fixtures", "harness", "suites")
 # Imported by the modules that are loaded where it is, alone.
 OPTIONAL = {"sglang": ROOT / "harness" / "plugin", "cosmic_ray": ROOT / "fixtures" / "mutation"}

@@ -29,7 +29,7 @@ from harness.server.client.vllm import NOTHING
 from suites.server import test_tokens
 from suites.speculative import test_shipped_pairs
 
-pytestmark = pytest.mark.usefixtures("recorded")
+pytestmark = [pytest.mark.usefixtures("recorded"), pytest.mark.untraced]
 PAIR, TIE = "gqa", tie_margin(Dtype.BF16)
 NEXT, BEHIND = 1, 3
 CPU = torch.device("cpu")

@@ -28,6 +28,7 @@ from harness.subjects import SUBJECTS, Subject
 from harness.upstream.allocator import PADDING_SLOT
 from harness.upstream.forward_batch_info import DraftOutput
 
+pytestmark = pytest.mark.untraced
 GRAPH = Execution.GRAPH
 ROWS = {
     "mha-multi_step_draft-bs5_ragged_padded_to_8": "trtllm_mha/xqa",

@@ -21,6 +21,7 @@ from harness.core.tolerance import budget
 from harness.differential.compare import Comparison, compare
 from harness.oracle import attend, low_precision_attend, quantize
 
+pytestmark = pytest.mark.untraced
 QUERIES, HEADS, KV_HEADS, DIM, PAGE, SPLIT = 4, 8, 2, 64, 16, 512
 SCALE = DIM**-0.5
 LENGTHS = (64, 4096, 32768)

@@ -12,6 +12,7 @@ from fixtures import plan
 from harness.core.paths import ROOT
 from harness.core.record import Record, Verdict, read_records
 
+pytestmark = pytest.mark.untraced
 pytest_plugins = ["pytester"]
 
 IMPORTED = plan

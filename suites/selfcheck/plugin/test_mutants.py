@@ -21,6 +21,7 @@ from fixtures.tables.mutants import ROWS
 from fixtures.tables.mutants.mutant import Mutant, Seam, Text
 from harness.errors import UsageError
 
+pytestmark = pytest.mark.untraced
 TOY = '''\
 """A module with a seam of each kind."""
 from dataclasses import dataclass

@@ -20,6 +20,7 @@ from fixtures.operators import Drawn, main, show
 from fixtures.tables.mutants.mutant import Text
 from harness.core.paths import ROOT
 
+pytestmark = pytest.mark.untraced
 SOURCE = '''\
 """A docstring with 1 + 1."""
 from __future__ import annotations

@@ -14,6 +14,7 @@ import pytest
 from fixtures.pytest_plugin import properties
 from fixtures.tables import past_examples
 
+pytestmark = pytest.mark.untraced
 pytest_plugins = ["pytester"]
 
 TESTS = """

@@ -10,6 +10,7 @@ import pytest
 from fixtures.pytest_plugin import workers
 from harness.core.paths import ROOT
 
+pytestmark = pytest.mark.untraced
 pytest_plugins = ["pytester"]
 
 
