@@ -70,8 +70,8 @@ def histograms(records: Sequence[Record]) -> list[dict[str, object]]:
 def row(record: Record) -> dict[str, object]:
     """A record as the page's script reads it: no environment, no number that JSON lacks."""
     data = asdict(record)
-    del data["environment"], data["planned"]
-    data["red"] = record.verdict.is_red
+    del data["environment"], data["planned"], data["kind"], data["device"]
+    data["red"], data["place"] = record.verdict.is_red, record.place
     data["worst"] = min(record.worst, sys.float_info.max)
     data["quantities"] = [
         [q.name, f"{q.error:.3g}", f"{q.allowed:.3g}", times(q.ratio), q.where, q.ratio > 1]
@@ -102,11 +102,15 @@ def page(records: Sequence[Record]) -> str:
     )
     jinja.filters |= {"times": times, "breakable": breakable}
     jinja.globals["stand_in"] = summary.stand_in
+    told, records = records, summary.once(records)
     effect_names, effect_rows = summary.effects(records)
     return jinja.get_template("report.html").render(
         records=records,
-        problems=gate.problems(records),
+        problems=gate.problems(told),
         census=summary.census(records),
+        censuses=summary.censuses(records),
+        by_kind=summary.by_kind(records),
+        unverified=summary.unverified(records),
         dates=summary.dates(records),
         stand_ins=summary.stand_ins(records),
         columns=summary.columns(records),
@@ -145,7 +149,7 @@ def table(records: Sequence[Record]) -> Table:
     shown.add_column("subject", no_wrap=True)
     for name in ("run", "red", "not run", *(f"worst {name}" for name in executions)):
         shown.add_column(name, justify="right")
-    for (subject, device), cells in summary.matrix(records).items():
+    for (subject, place), cells in summary.matrix(records).items():
         whole = summary.merged(cells.values())
         by_execution = [
             summary.merged(cell for (_, e), cell in cells.items() if e == execution)
@@ -154,18 +158,22 @@ def table(records: Sequence[Record]) -> Table:
         counts = (whole.ran, whole.red, len(whole.records) - whole.ran)
         worst = (times(cell.worst) if cell.compared else "–" for cell in by_execution)
         style = "bold red" if whole.state == "red" else ""
-        shown.add_row(f"{subject} @ {device}", *map(str, counts), *worst, style=style)
+        shown.add_row(f"{subject} @ {place}", *map(str, counts), *worst, style=style)
     return shown
 
 
 def show(records: Sequence[Record], console: Console) -> None:
-    """Print the table, the census and the rate."""
+    """Print the table, the census of each kind, what no kind verified, and the rate."""
+    records = summary.once(records)
     console.print(table(records))
-    console.print(
-        f"{summary.census(records)}; {summary.rate(records):.1f} differential cases/s per worker",
-        highlight=False,
-        soft_wrap=True,
-    )
+    of_kinds = summary.censuses(records)
+    lines = [f"{kind}: {count}" for kind, count in of_kinds.items() if len(of_kinds) > 1]
+    for subject, reasons in summary.unverified(records).items():
+        [(reason, _)] = reasons.most_common(1)
+        lines.append(f"verified by no kind: {subject}: {reasons.total()} trials, {reason}")
+    rate = f"{summary.rate(records):.1f} differential cases/s per worker"
+    for line in (*lines, f"{summary.census(records)}; {rate}"):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def main(argv: Sequence[str]) -> int:
