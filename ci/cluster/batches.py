@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-ROUNDS = 8
+ROUNDS = 16
 """Batches of each slot: the last to end is at most 1 / ROUNDS of an even share behind others."""
 SHORTEST_S = 0.5
 """A batch costs some 10 ms of its own, which is a fiftieth of this."""

@@ -21,6 +21,8 @@ from harness.core.paths import ROOT
 from harness.core.tree import digest
 from harness.errors import UsageError, rejected
 
+KEPT = Path("report", "kept")
+"""What the commands of a node share, such as a recorded run."""
 LARGEST_FILES = 32 << 20
 """Bytes that a command's files may have together; what is beyond is left out."""
 
@@ -138,16 +140,24 @@ def command_end(work: LaneWork, item: str) -> UnitEnd:
     """How the command of an item ended, with what it wrote."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        argv = [word.format(item=item, report=folder) for word in work.argv]
+        places = {"{item}": item, "{report}": folder, "{kept}": str(ROOT / KEPT)}
+        argv = [filled(word, places) for word in work.argv]
         try:
             done = _started(argv, work.limit_s)
-            outcome = "failed" if done.returncode else "passed"
-            message = _last(done.stdout + done.stderr)
+            outcome, said = "failed" if done.returncode else "passed", done.stdout + done.stderr
+            message = _last(said)
         except subprocess.TimeoutExpired:
-            outcome, message = "failed", f"over {work.limit_s:g} s"
-        files = dict(_written(Path(folder)))
+            outcome, message, said = "failed", f"over {work.limit_s:g} s", ""
+        files = dict(_written(Path(folder))) | {"output.txt": said.encode()}
     seconds = round(time.monotonic() - started, 3)
     return UnitEnd(unit=item, outcome=outcome, message=message, seconds=seconds, files=files)
+
+
+def filled(word: str, places: Mapping[str, str]) -> str:
+    """A word of a command with its places filled."""
+    for place, value in places.items():
+        word = word.replace(place, value)
+    return word
 
 
 def _started(

@@ -19,6 +19,7 @@ from harness.errors import UsageError
 
 COLLECT_S = 600.0
 CHUNK = 1 << 16
+LOOK_S = 1.0
 
 
 class PytestProcess:
@@ -42,7 +43,7 @@ class PytestProcess:
         questions, self._questions = os.pipe()
         self._answers, answers = os.pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 closed by close()
-        self._unread = b""
+        self._unread, self._is_over = b"", False
         self._process = subprocess.Popen(
             [*command, "--questions", str(questions), "--answers", str(answers)],
             cwd=folder,
@@ -75,7 +76,7 @@ class PytestProcess:
             if "over" in said:
                 return made
             made.take(said)
-        made.ends_by(self.end() if self._process.poll() is not None else f"over {limit_s:g} s")
+        made.ends_by(self.end() if self._is_over else f"over {limit_s:g} s")
         self.close()
         return made
 
@@ -124,10 +125,15 @@ class PytestProcess:
     def _more(self, limit_s: float) -> bool:
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
-            if select.select([self._answers], [], [], 1.0)[0]:
+            # What it forked may hold the pipe open longer than it lives.
+            was_alive = self._process.poll() is None
+            if select.select([self._answers], [], [], LOOK_S)[0]:
                 chunk = os.read(self._answers, CHUNK)
-                self._unread += chunk
+                self._unread, self._is_over = self._unread + chunk, not chunk
                 return bool(chunk)
+            if not was_alive:
+                self._is_over = True
+                return False
         return False
 
 

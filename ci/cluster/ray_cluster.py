@@ -191,15 +191,21 @@ class RayCluster:
 
     def _answer(self, reference: ray.ObjectRef[bytes]) -> Answer:
         try:
-            said = pickle.loads(ray.get(reference))
+            said = ray.get(reference)
         except exceptions.RuntimeEnvSetupError as error:
             raise UsageError(f"the tree cannot travel: {first_line(error)}") from error
         except PAYLOAD_IS_LOST as error:
             return NodeLost(reason=first_line(error))
         except WORKER_IS_LOST as error:
             return WorkerLost(reason=first_line(error))
-        if isinstance(said, tuple):
-            _, identity, name, reason = said
-            return Refused(node=Node(id=identity, name=name), reasons=(f"no specgate: {reason}",))
-        answer: Answer = said
-        return answer
+        return answer_of(said)
+
+
+def answer_of(said: bytes) -> Answer:
+    """What a task returned."""
+    found = pickle.loads(said)
+    if isinstance(found, tuple):
+        _, identity, name, reason = found
+        return Refused(node=Node(id=identity, name=name), reasons=(f"no specgate: {reason}",))
+    answer: Answer = found
+    return answer

@@ -18,7 +18,7 @@ FOLDERS = ("ci", "fixtures", "harness", "suites")
 OPTIONAL = {
     "sglang": ("harness/plugin",),
     "cosmic_ray": ("fixtures/mutation",),
-    "ray": ("ci/cluster", "fixtures/clusters"),
+    "ray": ("ci/cluster", "fixtures/clusters", "suites/cluster"),
 }
 
 
