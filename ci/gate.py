@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ci import summary
+from ci import carried, summary
 from harness.core.argument_types import CommandLine
 from harness.core.record import Record, Verdict, read_records
 from harness.errors import UsageError
@@ -84,6 +84,23 @@ def _hint(record: Record) -> str:
     return f"\n    {record.reproduce}" if record.reproduce else ""
 
 
+def read(path: Path, signers: Path | None = None) -> list[Record]:
+    """The records of a file of a run, or of one that was carried here.
+
+    Args:
+        path: of the file.
+        signers: of whom one must have signed what was carried; nobody is asked if None.
+
+    Raises:
+        UsageError: it cannot be read, or not be trusted.
+    """
+    if path.suffix != carried.SUFFIX:
+        return list(read_records(path))
+    if signers is not None:
+        print(f"gate: {path} is signed by {carried.signer(path, signers)}")
+    return carried.unpack(path)
+
+
 def named_kinds(text: str) -> list[str]:
     """Of "sm90,sm100"."""
     return [kind for kind in text.split(",") if kind]
@@ -92,14 +109,15 @@ def named_kinds(text: str) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 green, 1 red, 2 for records that cannot be read."""
     parser = CommandLine(prog="python -m ci.gate", description=__doc__)
-    parser.add_argument(
-        "records", type=Path, nargs="+", metavar="RECORDS", help="records.jsonl of a run or a part"
-    )
+    files = "records.jsonl of a run or a part, or .xz that a machine without a network wrote"
+    parser.add_argument("records", type=Path, nargs="+", metavar="RECORDS", help=files)
     asked = "kinds that must be among them, such as sm90,sm100; otherwise those that are"
     parser.add_argument("--kinds", type=named_kinds, default=[], metavar="KINDS", help=asked)
+    signers = "names and public keys, as ssh-keygen has them: each .xz must be signed by one"
+    parser.add_argument("--signers", type=Path, metavar="FILE", help=signers)
     options = parser.parse_args(argv)
     try:
-        records = [record for path in options.records for record in read_records(path)]
+        records = [record for path in options.records for record in read(path, options.signers)]
     except UsageError as error:
         print(f"gate: {error}", file=sys.stderr)
         return 2

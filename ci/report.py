@@ -19,7 +19,7 @@ from rich.table import Table
 
 from ci import gate, summary
 from harness.core.argument_types import CommandLine
-from harness.core.record import Record, read_records
+from harness.core.record import Record
 from harness.errors import UsageError, rejected
 
 REPORT_FOLDER = Path(__file__).parent
@@ -179,12 +179,12 @@ def show(records: Sequence[Record], console: Console) -> None:
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0, or 2 for records or a path that cannot be used."""
     parser = CommandLine(prog="specgate report", description=__doc__)
-    files = "records.jsonl of a run, or of each of its shards"
+    files = "records.jsonl of a run, of each of its shards, or .xz that was carried here"
     parser.add_argument("records", type=Path, nargs="+", metavar="RECORDS", help=files)
     parser.add_argument("--out", type=Path, metavar="PAGE", help="HTML page to write")
     options = parser.parse_args(argv)
     try:
-        records = [record for path in options.records for record in read_records(path)]
+        records = [record for path in options.records for record in gate.read(path)]
         if not records:
             files = ", ".join(map(str, options.records))
             raise UsageError(rejected("records", files, "one or more records"))
