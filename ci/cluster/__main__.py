@@ -131,8 +131,7 @@ def wanted(cluster: RayCluster, options: argparse.Namespace, args: Sequence[str]
     Raises:
         UsageError: there is none for one of the lanes.
     """
-    there = {name for told in cluster.nodes() for name in told.resources if is_kind(name)}
-    kinds = options.kinds or sorted(there)
+    kinds = options.kinds or kinds_there(cluster, options.wait)
     made = []
     for lane in options.lanes:
         own = lanes.kinds_of(lane, kinds)
@@ -153,6 +152,16 @@ def wanted(cluster: RayCluster, options: argparse.Namespace, args: Sequence[str]
             for kind in own
         ]
     return made
+
+
+def kinds_there(cluster: RayCluster, wait_s: float) -> list[str]:
+    """Every kind that a node declares; the first may be waited for."""
+    deadline = cluster.now() + wait_s
+    while True:
+        found = {name for told in cluster.nodes() for name in told.resources if is_kind(name)}
+        if found or cluster.now() >= deadline:
+            return sorted(found)
+        time.sleep(1.0)
 
 
 def is_kind(resource: str) -> bool:
