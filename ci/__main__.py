@@ -1,4 +1,4 @@
-"""``python3 -m ci LANE [-- ARGS]``: run one lane in environments of its own.
+"""``python3 -m ci LANE [ARGS]``: run one lane in environments of its own.
 
 Needs Python alone. The first call makes a private environment with tox in ``.tox/tools``; tox
 makes the lane's environment and hands ARGS to its command.
@@ -117,25 +117,25 @@ def main(argv: list[str]) -> int:
     """Exit code: the lane's, or 2 for a lane that does not exist.
 
     Args:
-        argv: the lane and, after ``--``, arguments of its command.
+        argv: the lane and arguments of its command; a ``--`` between them is nobody's.
     """
     parser = argparse.ArgumentParser(
         prog="python3 -m ci",
-        usage="python3 -m ci LANE [-- ARGS]",
+        usage="python3 -m ci LANE [ARGS]",
         description="lanes:\n" + menu(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"specgate {version()}")
     parser.add_argument("lane", nargs="?", metavar="LANE", help="which lane to run")
-    end = argv.index("--") if "--" in argv else len(argv)
-    lane = parser.parse_args(argv[:end]).lane
+    lane = parser.parse_args(argv[:1]).lane
     if lane is None:
         parser.print_help()
         return 0
     if lane not in lanes():
         print(f"ci: lane = {lane!r} is not accepted; accepted:\n{menu()}", file=sys.stderr)
         return 2
-    return run_lane(lane, argv[end + 1 :])
+    args = argv[1:]
+    return run_lane(lane, args[1:] if args[:1] == ["--"] else args)
 
 
 if __name__ == "__main__":

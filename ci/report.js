@@ -17,7 +17,7 @@ const state = { cell: null, sort: 5, descending: true, shown: PAGE };
 
 for (const row of rows) {
   row.values = Object.entries(row.axes).map(([axis, value]) => `${axis}=${value}`);
-  const words = [row.case, row.subject, row.device, row.family, row.mode, row.execution, row.verdict, row.message];
+  const words = [row.case, row.subject, row.place, row.family, row.mode, row.execution, row.verdict, row.message];
   row.text = ` ${[...words, ...row.values].join(" ")} `.toLowerCase();
 }
 
@@ -76,7 +76,7 @@ function detail(row) {
     parts.push(element("p", {}, "reproduce: ", element("code", { textContent: row.reproduce }), copyButton(row.reproduce)));
   }
   if (row.values.length) parts.push(element("p", { textContent: row.values.join(" ") }));
-  const facts = [row.family, row.device, row.recorded].filter(Boolean);
+  const facts = [row.family, row.place, row.recorded].filter(Boolean);
   parts.push(element("p", { textContent: facts.join(", ") }));
   return element("tr", { className: "detail" }, element("td", { colSpan: COLUMNS.length }, ...parts));
 }

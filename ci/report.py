@@ -19,7 +19,7 @@ from rich.table import Table
 
 from ci import gate, summary
 from harness.core.argument_types import CommandLine
-from harness.core.record import Record, read_records
+from harness.core.record import Record
 from harness.errors import UsageError, rejected
 
 REPORT_FOLDER = Path(__file__).parent
@@ -70,8 +70,8 @@ def histograms(records: Sequence[Record]) -> list[dict[str, object]]:
 def row(record: Record) -> dict[str, object]:
     """A record as the page's script reads it: no environment, no number that JSON lacks."""
     data = asdict(record)
-    del data["environment"], data["planned"]
-    data["red"] = record.verdict.is_red
+    del data["environment"], data["planned"], data["kind"], data["device"]
+    data["red"], data["place"] = record.verdict.is_red, record.place
     data["worst"] = min(record.worst, sys.float_info.max)
     data["quantities"] = [
         [q.name, f"{q.error:.3g}", f"{q.allowed:.3g}", times(q.ratio), q.where, q.ratio > 1]
@@ -102,11 +102,15 @@ def page(records: Sequence[Record]) -> str:
     )
     jinja.filters |= {"times": times, "breakable": breakable}
     jinja.globals["stand_in"] = summary.stand_in
+    told, records = records, summary.once(records)
     effect_names, effect_rows = summary.effects(records)
     return jinja.get_template("report.html").render(
         records=records,
-        problems=gate.problems(records),
+        problems=gate.problems(told),
         census=summary.census(records),
+        censuses=summary.censuses(records),
+        by_kind=summary.by_kind(records),
+        unverified=summary.unverified(records),
         dates=summary.dates(records),
         stand_ins=summary.stand_ins(records),
         columns=summary.columns(records),
@@ -145,7 +149,7 @@ def table(records: Sequence[Record]) -> Table:
     shown.add_column("subject", no_wrap=True)
     for name in ("run", "red", "not run", *(f"worst {name}" for name in executions)):
         shown.add_column(name, justify="right")
-    for (subject, device), cells in summary.matrix(records).items():
+    for (subject, place), cells in summary.matrix(records).items():
         whole = summary.merged(cells.values())
         by_execution = [
             summary.merged(cell for (_, e), cell in cells.items() if e == execution)
@@ -154,29 +158,33 @@ def table(records: Sequence[Record]) -> Table:
         counts = (whole.ran, whole.red, len(whole.records) - whole.ran)
         worst = (times(cell.worst) if cell.compared else "–" for cell in by_execution)
         style = "bold red" if whole.state == "red" else ""
-        shown.add_row(f"{subject} @ {device}", *map(str, counts), *worst, style=style)
+        shown.add_row(f"{subject} @ {place}", *map(str, counts), *worst, style=style)
     return shown
 
 
 def show(records: Sequence[Record], console: Console) -> None:
-    """Print the table, the census and the rate."""
+    """Print the table, the census of each kind, what no kind verified, and the rate."""
+    records = summary.once(records)
     console.print(table(records))
-    console.print(
-        f"{summary.census(records)}; {summary.rate(records):.1f} differential cases/s per worker",
-        highlight=False,
-        soft_wrap=True,
-    )
+    of_kinds = summary.censuses(records)
+    lines = [f"{kind}: {count}" for kind, count in of_kinds.items() if len(of_kinds) > 1]
+    for subject, reasons in summary.unverified(records).items():
+        [(reason, _)] = reasons.most_common(1)
+        lines.append(f"verified by no kind: {subject}: {reasons.total()} trials, {reason}")
+    rate = f"{summary.rate(records):.1f} differential cases/s per worker"
+    for line in (*lines, f"{summary.census(records)}; {rate}"):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0, or 2 for records or a path that cannot be used."""
     parser = CommandLine(prog="specgate report", description=__doc__)
-    files = "records.jsonl of a run, or of each of its shards"
+    files = "records.jsonl of a run, of each of its shards, or .xz that was carried here"
     parser.add_argument("records", type=Path, nargs="+", metavar="RECORDS", help=files)
     parser.add_argument("--out", type=Path, metavar="PAGE", help="HTML page to write")
     options = parser.parse_args(argv)
     try:
-        records = [record for path in options.records for record in read_records(path)]
+        records = [record for path in options.records for record in gate.read(path)]
         if not records:
             files = ", ".join(map(str, options.records))
             raise UsageError(rejected("records", files, "one or more records"))

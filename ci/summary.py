@@ -13,11 +13,46 @@ from harness.core.record import Record, TokenCounts, Verdict
 GroupKey = TypeVar("GroupKey", bound=Hashable)
 REFERENCE_KERNEL = "reference"
 """The kernel that never stands in for another."""
+UNTOLD = "any"
+"""The kind of records that are older than kinds."""
 
 
-def identity(record: Record) -> tuple[str, str, str, str, str]:
-    """What no two records of a run may share."""
-    return (record.case, record.subject, record.mode, record.execution, record.device)
+def once(records: Iterable[Record]) -> list[Record]:
+    """The last record of each trial: a retry is counted once."""
+    return list({record.trial: record for record in records}.values())
+
+
+def contradictions(records: Iterable[Record]) -> dict[tuple[str, ...], list[str]]:
+    """Trial -> what its records say otherwise of it; a retry says the same and is not here.
+
+    A retry is a record of the same test, tree and plan with the same verdict.
+    """
+    found = {
+        trial: [
+            f"{name} {', '.join(values)}"
+            for name, said in _RETRY_FACTS.items()
+            if len(values := sorted({said(record) or "unknown" for record in group})) > 1
+        ]
+        for trial, group in _grouped(records, lambda r: r.trial).items()
+    }
+    return {trial: said for trial, said in found.items() if said}
+
+
+_RETRY_FACTS: dict[str, Callable[[Record], str]] = {
+    "verdict": lambda record: record.verdict,
+    "test": lambda record: record.test,
+    "tree": lambda record: record.environment.tree,
+}
+
+
+def kinds(records: Iterable[Record]) -> list[str]:
+    """The kinds whose plans the records belong to, in the order of appearance."""
+    return list(dict.fromkeys(map(kind, records)))
+
+
+def kind(record: Record) -> str:
+    """Whose plan a record belongs to; of an old record, which does not say, "any"."""
+    return record.kind or UNTOLD
 
 
 def ran(record: Record) -> bool:
@@ -89,12 +124,29 @@ class Census:
         return f"planned {self.planned} {sign} {parts}"
 
 
-def census(records: Sequence[Record]) -> Census:
-    """Counts of one run; ``planned`` is what its records say, 0 where they disagree."""
-    plans = {record.planned for record in records}
+def plans(records: Iterable[Record]) -> dict[str, list[int]]:
+    """Kind -> the numbers of planned trials that its records name; a run has one."""
+    groups = _grouped(records, kind).items()
+    return {name: sorted({record.planned for record in group}) for name, group in groups}
+
+
+def censuses(records: Iterable[Record]) -> dict[str, Census]:
+    """Kind -> counts of its plan."""
+    return {name: _census(group) for name, group in _grouped(records, kind).items()}
+
+
+def census(records: Iterable[Record]) -> Census:
+    """Counts over the plans of all kinds."""
+    every = [(c.planned, c.run, c.refused, c.waived) for c in censuses(records).values()]
+    return Census(*(map(sum, zip(*every, strict=True)) if every else (0, 0, 0, 0)))
+
+
+def _census(records: Sequence[Record]) -> Census:
+    """Counts of one plan; ``planned`` is what its records say, 0 where they disagree."""
+    planned = {record.planned for record in records}
     verdicts = Counter(record.verdict for record in records)
     return Census(
-        planned=plans.pop() if len(plans) == 1 else 0,
+        planned=planned.pop() if len(planned) == 1 else 0,
         run=sum(map(ran, records)),
         refused=verdicts[Verdict.REFUSED],
         waived=verdicts[Verdict.WAIVED],
@@ -116,8 +168,8 @@ def columns(records: Sequence[Record]) -> list[tuple[str, str]]:
 
 
 def matrix(records: Iterable[Record]) -> dict[tuple[str, str], dict[tuple[str, str], Cell]]:
-    """(subject, device) -> (mode, execution) -> cell; what was never planned is absent."""
-    rows = _grouped(records, lambda r: (r.subject, r.device))
+    """(subject, place) -> (mode, execution) -> cell; what was never planned is absent."""
+    rows = _grouped(records, lambda r: (r.subject, r.place))
     return {
         subject: {
             column: Cell(records=tuple(group))
@@ -159,18 +211,49 @@ def effects(
 
 
 def stand_ins(records: Iterable[Record]) -> dict[str, list[str]]:
-    """Device -> kernels in whose place the strict reference ran there: on a CPU all of them."""
+    """Place -> kernels in whose stead the strict reference ran there: on a CPU all of them."""
     found: defaultdict[str, set[str]] = defaultdict(set)
     for record in records:
-        if ran(record) and (kernel := stand_in(record.subject, record.device)):
-            found[record.device].add(kernel)
-    return {device: sorted(kernels) for device, kernels in sorted(found.items())}
+        if ran(record) and (kernel := stand_in(record.subject, record.place)):
+            found[record.place].add(kernel)
+    return {place: sorted(kernels) for place, kernels in sorted(found.items())}
 
 
-def stand_in(subject: str, device: str) -> str:
-    """The kernel of a subject that the reference stands in for on this device; "" for none."""
+def stand_in(subject: str, place: str) -> str:
+    """The kernel of a subject that the reference stands in for at this place; "" for none."""
     kernel = subject.rpartition("/")[2]
-    return kernel if device == "cpu" and kernel != REFERENCE_KERNEL else ""
+    return kernel if place.split()[0] == "cpu" and kernel != REFERENCE_KERNEL else ""
+
+
+def by_kind(records: Iterable[Record]) -> dict[str, dict[str, Cell]]:
+    """Subject -> kind -> all its trials there."""
+    return {
+        subject: {name: Cell(records=tuple(g)) for name, g in _grouped(group, kind).items()}
+        for subject, group in sorted(_grouped(records, lambda r: r.subject).items())
+    }
+
+
+def unverified(records: Iterable[Record]) -> dict[str, Counter[str]]:
+    """Subject -> why, how often: trials that a real kernel passed on no kind of a run on GPUs.
+
+    Empty where no GPU took part: there the stand-ins say so of every kernel. Effects that are
+    counted on the CPU need no kernel.
+    """
+    every = [r for r in records if not (r.effects and r.place.split()[0] == "cpu")]
+    if not any(record.device.startswith("cuda") for record in every):
+        return {}
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    groups = _grouped(every, lambda r: (r.case, r.subject, r.mode, r.execution))
+    for (_, subject, _, _), group in sorted(groups.items()):
+        if not any(_is_verified(record) for record in group):
+            told = [r.message for r in group if r.device.startswith("cuda") and not ran(r)]
+            found[subject][told[0] if told else "ran on no GPU that runs it"] += 1
+    return dict(found)
+
+
+def _is_verified(record: Record) -> bool:
+    passed = record.verdict is Verdict.PASSED
+    return passed and not stand_in(record.subject, record.place)
 
 
 def dates(records: Iterable[Record]) -> tuple[str, str] | None:

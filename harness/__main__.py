@@ -65,6 +65,7 @@ HANDED_ON = {
         "draw mutants that nobody wrote, and see which test notices",
     ),
     "coverage": ("fixtures.coverage", "tell which combinations of modes, sizes and dtypes ran"),
+    "cluster": ("ci.cluster", "run lanes on every machine of a Ray cluster, to one verdict"),
     "report": ("ci.report", "print the records of a run, write their page"),
     "limits": ("harness.kernels.limits", "ask a device's kernels what they refuse"),
     "contract": ("harness.upstream.contract_watch", "tell what changed in SGLang's interface"),

@@ -1,5 +1,7 @@
 """``python3 -m ci.offline build OUT`` here, ``ci/offline/run OUT`` where there is no network.
 
+With ``--kind`` a run leaves one file of records, which the gate here takes into its verdict.
+
 Needs Python alone; for building also pip and a package index.
 """
 
@@ -10,7 +12,7 @@ import sys
 from pathlib import Path
 
 from ci.offline.bundle import build, specification
-from ci.offline.run import run
+from ci.offline.run import Carry, rehearse, run
 from harness.core.argument_types import CommandLine
 from harness.errors import UsageError, rejected
 
@@ -41,7 +43,15 @@ def parser() -> argparse.ArgumentParser:
     builds.add_argument("--size", type=size, default="38M", help="of one part at most")
     runs = verbs.add_parser("run", help="unpack a bundle once and run a lane on it")
     runs.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder that build wrote")
-    for verb in (builds, runs):
+    told = "run a lane with what is installed here on the CPU, as a dry run of a kind of GPU"
+    rehearses = verbs.add_parser("rehearse", help=told)
+    is_kind = "what the GPU must be, such as sm100; leaves report/KIND.xz for the gate elsewhere"
+    runs.add_argument("--kind", metavar="KIND", help=is_kind)
+    rehearses.add_argument("--kind", required=True, metavar="KIND", help="such as sm100")
+    for verb in (runs, rehearses):
+        signs = "key of SSH that signs the file, in KIND.xz.sig"
+        verb.add_argument("--sign", type=Path, metavar="KEY", help=signs)
+    for verb in (builds, runs, rehearses):
         verb.add_argument("--lane", choices=LANES, default=LANES[0], help="what is to be run")
     return made
 
@@ -57,8 +67,15 @@ def main(argv: list[str]) -> int:
     options, rest = commands.parse_known_args(argv[:split])
     rest += argv[split:]
     try:
+        if options.verb == "rehearse":
+            carry = Carry(kind=options.kind, is_declared=True, key=options.sign)
+            return rehearse(options.lane, rest, carry)
         if options.verb == "run":
-            return run(options.bundle, options.lane, rest)
+            if options.kind is None:
+                return run(options.bundle, options.lane, rest)
+            return run(
+                options.bundle, options.lane, rest, Carry(kind=options.kind, key=options.sign)
+            )
         if rest:
             commands.error(f"unrecognized arguments: {' '.join(rest)}")
         for part in build(options.out, options.size, options.lane):

@@ -12,29 +12,81 @@ import sys
 import tarfile
 import tempfile
 import warnings
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from ci.carried import MOST_BYTES, SUFFIX, pack, sign
 from ci.offline import checkout_metadata
 from ci.offline.bundle import PYTHONS_FOLDER, RELEASES_FOLDER, specification
 from harness.core.paths import ROOT
 from harness.errors import UsageError, rejected
 from harness.upstream.released_wheel import FOLDER as RELEASES
 
+REPORT = "report"
+"""Of the lanes of tox.ini."""
 CACHE, JIT = "SPECGATE_CACHE", "FLASHINFER_WORKSPACE_BASE"
 NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 """Set in many images; an import of sglang takes 31 s with it and 17 s without."""
 
 
-def run(bundle: Path, lane: str, args: list[str]) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Carry:
+    """What becomes of a lane's records: one file, to be carried to the gate of all.
+
+    Args:
+        kind: that the GPU must be.
+        is_declared: a dry run on the CPU, whatever is here.
+        key: of SSH, that signs the file; None signs nothing.
+    """
+
+    kind: str
+    is_declared: bool = False
+    key: Path | None = None
+
+    @property
+    def args(self) -> list[str]:
+        """For the lane."""
+        return ["--kind", self.kind, *(["--device", "cpu"] if self.is_declared else [])]
+
+    def write(self, report: Path) -> None:
+        """Write the file beside the records, and say where it is.
+
+        Raises:
+            UsageError: there are no records of this kind, or they cannot be signed.
+        """
+        file = pack(report / "records.jsonl", self.kind, report / f"{self.kind}{SUFFIX}")
+        written = [file, *([sign(file, self.key)] if self.key else [])]
+        for path in written:
+            print(f"offline: {path} ({path.stat().st_size:,} bytes)")
+        if file.stat().st_size > MOST_BYTES:
+            print(f"offline: {file} is larger than {MOST_BYTES:,} bytes", file=sys.stderr)
+
+
+def rehearse(lane: str, args: list[str], carry: Carry) -> int:
+    """Exit code of a lane with what is installed here, in place of a bundle."""
+    return carried_lane(lane, args, dict(os.environ), carry)
+
+
+def carried_lane(lane: str, args: list[str], environment: dict[str, str], carry: Carry) -> int:
+    """Exit code of a lane; its records are carried, red ones too."""
+    words = command(lane, [*carry.args, *args])
+    (ROOT / REPORT / "records.jsonl").unlink(missing_ok=True)  # of a run before
+    code = subprocess.run(words, cwd=ROOT, env=environment, check=False).returncode
+    carry.write(ROOT / REPORT)
+    return code
+
+
+def run(bundle: Path, lane: str, args: list[str], carry: Carry | None = None) -> int:
     """Exit code of a lane, run by this Python with the bundle's packages and this checkout.
 
     Args:
         bundle: folder of ``part-*/``.
         lane: its name in ``tox.ini``.
         args: handed to it.
+        carry: what becomes of its records.
 
     Raises:
         UsageError: the bundle is incomplete or damaged, or the machine is not the one it is for,
@@ -53,6 +105,8 @@ def run(bundle: Path, lane: str, args: list[str]) -> int:
         paths = [str(site), folder, str(ROOT), *more]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         environment.pop(NO_BYTECODE, None)
+        if carry is not None:
+            return carried_lane(lane, args, environment, carry)
         words = command(lane, args)
         return subprocess.run(words, cwd=ROOT, env=environment, check=False).returncode
 

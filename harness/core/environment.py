@@ -12,6 +12,7 @@ import torch
 
 from harness.core.paths import ROOT
 from harness.core.record import Environment
+from harness.core.tree import digest
 from harness.errors import UsageError, rejected
 
 DEVICES = "cpu, cuda, cuda:1, …"
@@ -36,6 +37,8 @@ def environment(device: str = "cpu") -> Environment:
         flashinfer=installed("flashinfer-python"),
         commit=command("git", "-C", str(ROOT), "rev-parse", "HEAD"),
         dirty=bool(changes),
+        compute_capability=shown_capability(device),
+        tree=digest(),
     )
 
 
@@ -61,6 +64,18 @@ def compute_capability(device: torch.device | str) -> tuple[int, int] | None:
     """(major, minor) of a GPU, None for a CPU."""
     is_cuda = torch.device(device).type == "cuda"
     return torch.cuda.get_device_capability(device) if is_cuda else None
+
+
+def shown_capability(device: torch.device | str) -> str:
+    """Of a GPU, such as "9.0"; empty for a CPU."""
+    found = compute_capability(device)
+    return "" if found is None else "{}.{}".format(*found)
+
+
+def kind_of(device: torch.device | str) -> str:
+    """What a plan is made for: "sm90" of a GPU, "cpu" of a CPU."""
+    found = compute_capability(device)
+    return "cpu" if found is None else "sm{}{}".format(*found)
 
 
 def installed(package: str) -> str:

@@ -91,7 +91,13 @@ class TokenCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """The machine a trial ran on; unknown facts are empty strings."""
+    """The machine a trial ran on; unknown facts are empty strings.
+
+    Args:
+        device: name of the GPU, such as "NVIDIA H200"; "cpu" without one.
+        compute_capability: of that GPU, such as "9.0".
+        tree: digest of the sources, as ``harness.core.tree`` takes it; the same without git.
+    """
 
     python: str
     torch: str
@@ -106,6 +112,8 @@ class Environment:
     flashinfer: str = ""
     commit: str = ""
     dirty: bool = False
+    compute_capability: str = ""
+    tree: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +124,7 @@ class Record:
         case: id of the row (or name of the model pair and prompt).
         subject: backend and kernel, such as "trtllm_mha/xqa".
         family, mode, execution: the values of the enums of ``harness.core.case``.
-        device: "cpu", "cuda:0", …
+        device: "cpu", "cuda:0", …; its index is no part of what the trial is.
         verdict: its outcome.
         message: one line of cause; the reason where refused or waived.
         quantities: compared ones.
@@ -129,6 +137,8 @@ class Record:
         reproduce: the command that runs this trial alone.
         test: node id of the test that left it; empty where none did.
         planned: trials of its run, itself included; 0 where they were not counted.
+        kind: whose plan it belongs to, "cpu" or a compute capability such as "sm90"; empty in
+            records older than that. A run on a GPU counts effects on the CPU: those are its own.
         recorded: time, ISO 8601, UTC; empty where it was not taken.
     """
 
@@ -150,7 +160,21 @@ class Record:
     reproduce: str = ""
     test: str = ""
     planned: int = 0
+    kind: str = ""
     recorded: str = ""
+
+    @property
+    def place(self) -> str:
+        """What the trial is about: "sm90", "cpu", or "cpu for sm90" of that plan's CPU part."""
+        on = self.device.partition(":")[0]
+        if self.kind in ("", on):
+            return on
+        return self.kind if on == "cuda" else f"{on} for {self.kind}"
+
+    @property
+    def trial(self) -> tuple[str, str, str, str, str]:
+        """What no two trials of a verdict share; which of several equal GPUs ran it is no part."""
+        return (self.case, self.subject, self.mode, self.execution, self.place)
 
     @property
     def worst(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -26,8 +27,13 @@ DRAW = "+draw"
 
 
 def alone(device: torch.device) -> FileLock:
-    """Held by one long row at a time: what two of them take may not fit a GPU."""
-    return FileLock(Path(tempfile.gettempdir(), f"specgate-{device.type}-{device.index or 0}.lock"))
+    """Held by one long row at a time: what two of them take may not fit a GPU.
+
+    Where a process sees one GPU of several, each has the index 0 and another name.
+    """
+    name = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace("/", "-") or "all"
+    file = f"specgate-{device.type}-{name}-{device.index or 0}.lock"
+    return FileLock(Path(tempfile.gettempdir(), file))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -111,6 +111,11 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         (["lint"], ["-e", "lint"]),
         (["test", "--"], ["-e", "test"]),
         (["test", "--", "-k", "v2", "--", "-x"], ["-e", "test", "--", "-k", "v2", "--", "-x"]),
+        (["test", "-k", "v2", "--", "-x"], ["-e", "test", "--", "-k", "v2", "--", "-x"]),
+        (
+            ["cluster", "--address", "auto", "gpu"],
+            ["-e", "cluster", "--", "--address", "auto", "gpu"],
+        ),
     ],
 )
 def test_lane_gets_its_arguments_and_returns_its_code(

@@ -235,6 +235,8 @@ extras = none
     assert extras.of_tox((ROOT / "tox.ini").read_text()) == {
         frozenset({"test"}),
         frozenset({"test", "gpu"}),
+        frozenset({"test", "cluster"}),
+        frozenset({"test", "cluster", "gpu"}),
         frozenset({"test", "lint"}),
         frozenset({"test", "operators"}),
     }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ci import gate
-from fixtures.fakes.sample_records import compared, trial
+from ci import gate, summary
+from fixtures.fakes.sample_records import ENVIRONMENT, compared, trial
 from harness.core.record import Record, Verdict, write_records
 
 RED = (
@@ -51,6 +52,8 @@ def test_no_records_are_red() -> None:
     assert gate.problems([]) == ["no records: nothing was tested"]
 
 
+CONTRADICT = "records of one trial contradict each other"
+OF_ANOTHER_TREE = replace(ENVIRONMENT, tree="abcdef" * 10)
 PAIR = [trial("one", planned=2), trial("two", planned=2)]
 INCOMPLETE: list[tuple[str, list[Record], str]] = [
     ("missing", PAIR[:1], "planned 2 != run 1 + refused 0 + waived 0"),
@@ -66,9 +69,38 @@ INCOMPLETE: list[tuple[str, list[Record], str]] = [
     ("uncounted", [trial("one", planned=0)], "planned 0 != run 1 + refused 0 + waived 0"),
     ("two-runs", [PAIR[0], trial("three")], "records of more than one run: planned trials [1, 2]"),
     (
-        "duplicate",
+        "counted-once",
         [PAIR[0], PAIR[0]],
-        "2 records of one trial: one trtllm_mha/reference decode eager cpu",
+        "planned 2 != run 1 + refused 0 + waived 0",
+    ),
+    (
+        "other-verdict",
+        [trial("one"), trial("one", Verdict.REFUSED, message="head_dim")],
+        f"{CONTRADICT}: one trtllm_mha/reference decode eager cpu: verdict passed, refused",
+    ),
+    (
+        "two-tests-of-one-trial",
+        [trial("one", test="a.py::test_a"), trial("one", test="a.py::test_b")],
+        f"{CONTRADICT}: one trtllm_mha/reference decode eager cpu: test a.py::test_a, a.py::test_b",
+    ),
+    (
+        "other-tree",
+        [trial("one", planned=2), trial("two", planned=2, environment=OF_ANOTHER_TREE)],
+        "records of more than one tree: unknown, abcdefabcdef",
+    ),
+    (
+        "missing-on-one-kind",
+        [trial("one", kind="cpu"), trial("one", kind="sm90", device="cuda:3", planned=2)],
+        "planned 2 != run 1 + refused 0 + waived 0 on sm90",
+    ),
+    (
+        "two-runs-on-one-kind",
+        [
+            trial("one", kind="cpu"),
+            trial("one", kind="sm90", device="cuda:3"),
+            trial("two", kind="sm90", device="cuda:0", planned=2),
+        ],
+        "records of more than one run on sm90: planned trials [1, 2]",
     ),
     (
         "lying",
@@ -101,9 +133,54 @@ def test_incomplete_or_contradictory_records_are_red(records: list[Record], prob
 
 
 @pytest.mark.parametrize("field", ["case", "subject", "mode", "execution", "device"])
-def test_trials_that_differ_in_one_name_are_no_duplicates(field: str) -> None:
+def test_trials_that_differ_in_one_name_are_two(field: str) -> None:
     other = {"case": "one", "planned": 2} | {field: "other"}
     assert gate.problems([PAIR[0], trial(**other)]) == []  # type: ignore[arg-type]
+
+
+SM90 = {"kind": "sm90", "test": "a.py::test_a"}
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:5"])
+def test_a_retry_on_any_gpu_of_the_kind_counts_once(device: str) -> None:
+    records = [trial("one", device=at, **SM90) for at in ("cuda:0", device)]
+    assert gate.problems(records) == []
+    assert summary.census(summary.once(records)) == summary.Census(1, 1, 0, 0)
+
+
+def test_kinds_are_one_verdict_each_complete_for_itself() -> None:
+    refused = trial("two", Verdict.REFUSED, message="head_dim", planned=2, device="cuda:1", **SM90)
+    records = [
+        trial("one", planned=2, device="cuda:0", **SM90),
+        refused,
+        # What a run on a GPU counts on the CPU belongs to that GPU's plan, the CPU's own does not.
+        trial("one", kind="cpu"),
+    ]
+    assert gate.problems(records) == []
+    assert summary.censuses(records) == {
+        "sm90": summary.Census(2, 1, 1, 0),
+        "cpu": summary.Census(1, 1, 0, 0),
+    }
+    assert gate.problems(records, ["cpu", "sm90", "sm100"]) == ["no records of sm100"]
+
+
+def test_a_gpu_runs_part_on_the_cpu_belongs_to_its_plan() -> None:
+    records = [
+        trial("one", planned=2, device="cuda:0", kind="sm90"),
+        trial("one", planned=2, device="cpu", kind="sm90"),
+    ]
+    assert [record.place for record in records] == ["sm90", "cpu for sm90"]
+    assert gate.problems(records) == []
+
+
+def test_kinds_that_must_be_there_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "records.jsonl"
+    write_records(path, [trial("one", kind="cpu")])
+    assert gate.main([str(path), "--kinds", "cpu"]) == 0
+    assert gate.main([str(path), "--kinds", "cpu,sm100"]) == 1
+    assert "gate: no records of sm100\n" in capsys.readouterr().out
 
 
 def test_error_at_the_allowance_passes() -> None:
@@ -139,5 +216,7 @@ def test_broken_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gate.main([]) == 2
-    assert capsys.readouterr().err == "usage: python -m ci.gate RECORDS...\n"
+    with pytest.raises(SystemExit, match="2"):
+        gate.main([])
+    told = "python -m ci.gate: the following arguments are required: RECORDS\n"
+    assert capsys.readouterr().err == told

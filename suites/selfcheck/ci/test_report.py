@@ -58,9 +58,9 @@ def payload(page: str) -> list[dict[str, object]]:
     return rows
 
 
-def test_matrix_groups_by_subject_device_mode_and_execution() -> None:
+def test_matrix_groups_by_subject_place_mode_and_execution() -> None:
     cells = summary.matrix([*RECORDS, trial("one", device="cuda:0")])
-    assert list(cells) == [("other", "cpu"), SUBJECT, ("trtllm_mha/reference", "cuda:0")]
+    assert list(cells) == [("other", "cpu"), SUBJECT, ("trtllm_mha/reference", "cuda")]
     decode = cells[SUBJECT]["decode", "eager"]
     assert (decode.ran, decode.red, decode.worst, decode.state) == (2, 1, 4.0, "red")
     extend = cells[SUBJECT]["extend", "eager"]
@@ -166,15 +166,15 @@ def test_page_shows_each_cell_by_state_and_absence() -> None:
 def test_every_cell_has_an_address_that_the_script_knows() -> None:
     page = report.page([*RECORDS, trial("one", device="cuda:0")])
     cells = re.findall(
-        r'id="([^"]+)" href="#([^"]+)" data-subject="([^"]*)" data-device="([^"]*)"\s+'
+        r'id="([^"]+)" href="#([^"]+)" data-subject="([^"]*)" data-place="([^"]*)"\s+'
         r'data-mode="([^"]*)" data-execution="([^"]*)"',
         page,
     )
     assert len(cells) == page.count('class="cell ') - 2  # the legend shows two
     assert len({name for name, *_ in cells}) == len(cells)
-    for name, link, subject, device, mode, execution in cells:
-        assert name == link == f"{subject}@{device}/{mode}/{execution}"
-    assert "trtllm_mha/reference@cuda:0/decode/eager" in {name for name, *_ in cells}
+    for name, link, subject, place, mode, execution in cells:
+        assert name == link == f"{subject}@{place}/{mode}/{execution}"
+    assert "trtllm_mha/reference@cuda/decode/eager" in {name for name, *_ in cells}
     script = page.rpartition("<script>")[2]
     assert "location.hash" in script
     assert 'addEventListener("hashchange", choose)' in script
@@ -206,8 +206,46 @@ def test_page_says_what_stood_in_for_which_kernel() -> None:
     page = report.page([xqa, refused, gpu])
     assert "On cpu no kernel is real: the reference stood in for xqa, as strict" in page
     assert "cpu, reference for xqa" in page
-    assert "<small>cuda:0</small>" in page
+    assert "<small>cuda</small>" in page
     assert "no kernel is real" not in report.page([gpu, trial("one", **real)])
+
+
+GPU = {"kind": "sm90", "device": "cuda:1", "planned": 2}
+MIXED = [
+    trial("one", subject="trtllm_mha/xqa", **GPU),
+    trial("one", Verdict.REFUSED, subject="trtllm_mha/trtllm_gen", message="needs SM100", **GPU),
+    trial("one", subject="trtllm_mha/xqa", kind="cpu", planned=3),
+    trial("one", subject="trtllm_mha/trtllm_gen", kind="cpu", planned=3),
+    trial("two", subject="trtllm_mha/reference", kind="cpu", planned=3),
+]
+
+
+def test_what_no_kind_verified_is_named_with_its_reason() -> None:
+    assert summary.unverified(MIXED) == {"trtllm_mha/trtllm_gen": Counter({"needs SM100": 1})}
+    on_sm100 = trial("one", subject="trtllm_mha/trtllm_gen", kind="sm100", device="cuda:0")
+    assert summary.unverified([*MIXED, on_sm100]) == {}
+    declared = trial("one", subject="trtllm_mha/trtllm_gen", kind="sm100")
+    assert summary.unverified([*MIXED, declared]) == summary.unverified(MIXED)
+    assert summary.unverified(MIXED[2:]) == {}
+
+
+def test_a_mixed_run_has_a_column_per_kind() -> None:
+    page = report.page(MIXED)
+    kinds = page.partition('id="kinds-title"')[2].partition("</table>")[0]
+    assert re.findall(r'scope="col">([^<]*)<', kinds) == ["subject", "sm90", "cpu"]
+    assert re.search(r"planned</th><td>2</td><td>3</td>", kinds)
+    assert "needs SM100</td>" in page.partition('id="unverified-title"')[2].partition("</table>")[0]
+    assert "kinds-title" not in report.page(MIXED[:2])
+    assert '<p class="verdict good">green</p>' in page
+
+
+def test_the_table_of_a_mixed_run_tells_each_kind_and_what_none_verified() -> None:
+    console = Console(width=80, file=StringIO())
+    report.show(MIXED, console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "sm90: planned 2 = run 1 + refused 1 + waived 0\n" in shown
+    assert "cpu: planned 3 = run 3 + refused 0 + waived 0\n" in shown
+    assert "verified by no kind: trtllm_mha/trtllm_gen: 1 trials, needs SM100\n" in shown
 
 
 def test_page_says_when_the_trials_were_recorded() -> None:
@@ -276,14 +314,14 @@ def test_command_prints_a_line_a_subject_and_writes_the_page(
 
 
 def test_table_is_cut_nowhere_at_80_columns() -> None:
-    longest = {"subject": "trtllm_mla-host_lengths/trtllm_gen", "device": "cuda:0"}
+    longest = {"subject": "trtllm_mla-host_lengths/trtllm_gen", "device": "cuda:0", "kind": "sm100"}
     numbers = {"quantities": compared(0.1), **longest}
     many = [trial(str(n), execution=e, **numbers) for n in range(1000) for e in ("eager", "graph")]
     console = Console(width=80, file=StringIO())
     report.show(many, console)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "…" not in shown
-    assert re.search(r"trtllm_gen @ cuda:0 +2000 +0 +0 +0\.20 +0\.20", shown)
+    assert re.search(r"trtllm_gen @ sm100 +2000 +0 +0 +0\.20 +0\.20", shown)
 
 
 @pytest.mark.parametrize("target", ["missing/index.html", "records.jsonl/index.html"])

@@ -8,6 +8,7 @@ import sys
 import torch
 
 from harness.core import environment as asked
+from harness.core.tree import digest
 
 
 def test_facts_of_this_machine():
@@ -16,18 +17,22 @@ def test_facts_of_this_machine():
     assert found.torch == torch.__version__
     assert found.device == "cpu"
     assert found.processor
-    assert found.cuda == found.driver == ""
+    assert found.cuda == found.driver == found.compute_capability == ""
+    assert asked.kind_of("cpu") == "cpu"
+    assert found.tree == digest()
     assert len(found.commit) in (0, 40)
 
 
 def test_cuda_facts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"name of {device}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(asked, "command", lambda *words: f"{words[0]} said\nmore")
     monkeypatch.setattr(asked, "version", lambda package: f"version of {package}")
     found = asked.environment.__wrapped__("cuda:1")
     assert (found.device, found.cuda) == ("name of cuda:1", "13.0")
     assert found.driver == "nvidia-smi said"
+    assert (found.compute_capability, asked.kind_of("cuda:1")) == ("12.0", "sm120")
     assert found.flashinfer == "version of flashinfer-python"
     assert found.sgl_kernel == "version of sglang-kernel"
     assert found.triton == "version of triton"

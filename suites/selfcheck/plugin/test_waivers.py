@@ -24,7 +24,7 @@ WAIVER = Waiver(
     case="waived*",
     subject="trtllm_mha/*",
     execution="eager",
-    device="cpu",
+    place="cpu",
     issue="owner/kernels#17",
     reason="wrong past 4096 tokens",
 )
@@ -78,10 +78,10 @@ def test_covered_trials_are_waived_while_red(
     assert {r.case: (r.verdict, r.message) for r in records} == EXPECTED
 
 
-@pytest.mark.parametrize("field", ["case", "subject", "execution", "device"])
+@pytest.mark.parametrize("field", ["case", "subject", "execution", "place"])
 def test_every_name_counts(field: str) -> None:
     names = {"case": "waived_red", "subject": "trtllm_mha/xqa", "execution": "eager"}
-    names["device"] = "cpu"
+    names["place"] = "cpu"
     assert WAIVER.covers(**names)
     assert not WAIVER.covers(**names | {field: "other"})
 
@@ -99,7 +99,7 @@ def test_waiver_has_a_reason() -> None:
 
 def test_waiver_that_matches_nothing_is_found() -> None:
     planned = [("waived_red", "trtllm_mha/xqa", "eager"), ("other", "trtllm_mla/xqa", "graph")]
-    gone = replace(WAIVER, case="gone", device="cuda:*")
+    gone = replace(WAIVER, case="gone", place="sm*")
     assert idle([WAIVER, gone], planned) == [gone]
 
 

@@ -1,0 +1,103 @@
+"""The command gives one verdict of many kinds, goes on after a kill, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fixtures.clusters.local_cluster import LocalCluster
+from fixtures.pytest_plugin.poll import eventually
+from harness.core.paths import ROOT
+from harness.core.record import read_records
+
+KINDS = ("--declared", "--kinds", "sm90,sm100", "--workers-per-gpu", "1")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster({"sm90": 1.0}, {"sm100": 1.0}) as made:
+        yield made
+
+
+def command(cluster: LocalCluster, report: Path, words: str, *more: str) -> list[str]:
+    where = ("--address", cluster.address, "--tree", str(ROOT), "--report", str(report))
+    return [sys.executable, "-m", "ci.cluster", "run", *where, *more, "--", "-k", words]
+
+
+def asked_processes() -> list[psutil.Process]:
+    """Pytests of a cluster that run now, below this process's own clusters or beside them."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        words = process.info["cmdline"] or []
+        if "--questions" in words and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+def test_kinds_are_one_verdict(cluster: LocalCluster, tmp_path: Path) -> None:
+    words = command(cluster, tmp_path, "mha-decode-bs2_ragged", *KINDS)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = list(read_records(tmp_path / "run" / "records.jsonl"))
+    assert {record.kind for record in records} == {"sm90", "sm100"}
+    assert len({record.trial for record in records}) == len(records)
+    assert "sm90: planned 4 = run 4" in done.stdout
+    assert "sm100: planned 4 = run 4" in done.stdout
+    assert (tmp_path / "run" / "index.html").is_file()
+    eventually(lambda: not asked_processes())
+
+
+def test_a_kind_that_nobody_has_is_red_and_named(cluster: LocalCluster, tmp_path: Path) -> None:
+    more = ("--declared", "--kinds", "sm90,sm120", "--workers-per-gpu", "1", "--wait", "1")
+    words = command(cluster, tmp_path, "mha-decode-bs2_ragged and xqa", *more)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "run on sm120: waits for a node of sm120: none is there" in done.stdout
+    assert "run on sm120: no node in 1 s; all of it stays unverified" in done.stdout
+    assert "differential trials that its kernels run stay unverified" in done.stdout
+    assert "gate: no records of sm120" in done.stdout
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_driver_that_ends_frees_every_gpu_and_goes_on(
+    cluster: LocalCluster, tmp_path: Path, how: signal.Signals
+) -> None:
+    words = command(cluster, tmp_path, "mha-decode", *KINDS)
+    records = tmp_path / "run" / "records.jsonl"
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        eventually(lambda: records.is_file() and records.stat().st_size > 0, within_s=60.0)
+        assert asked_processes()
+        process.send_signal(how)
+        code = process.wait(30)
+    assert code == (130 if how is signal.SIGINT else -how)
+    eventually(lambda: not asked_processes(), within_s=20.0)
+    before = len(records.read_text().splitlines())
+    began = time.time()
+    again = command(cluster, tmp_path, "mha-decode", *KINDS, "--resume")
+    done = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = list(read_records(records))
+    assert len({record.trial for record in found}) == len(found)
+    kept = [line for line in found if time.mktime(time.gmtime(began)) and line.recorded]
+    assert len(kept) == len(found) >= before
+    assert "planned 364 = " in done.stdout
+
+
+def test_an_address_where_nothing_is_is_one_line(tmp_path: Path) -> None:
+    where = ("--address", "127.0.0.2:1", "--report", str(tmp_path))
+    words = [sys.executable, "-m", "ci.cluster", "run", *where]
+    quick = os.environ | {"RAY_gcs_server_port_wait_time_s": "1"}
+    done = subprocess.run(
+        words, cwd=ROOT, env=quick, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("cluster: --address 127.0.0.2:1: ")
+    assert "Traceback" not in done.stderr

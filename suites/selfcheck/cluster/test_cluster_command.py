@@ -1,0 +1,155 @@
+"""The command refuses in one line what it cannot run, and no other lane asks for Ray."""
+
+from __future__ import annotations
+
+import configparser
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from ci import __main__ as ci
+from ci.cluster import __main__ as command
+from ci.cluster import lanes, machine
+from ci.cluster.lanes import kinds_of, work
+from harness.core.paths import ROOT
+from harness.errors import UsageError
+
+WITHOUT_RAY = """
+import runpy, sys
+sys.modules["ray"] = None
+sys.argv[:] = {argv!r}
+runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--fast"], "specgate cluster: unrecognized arguments: --fast"),
+        (["--wait", "0"], "argument --wait: '0' is not accepted; accepted: a number above 0"),
+        (["--workers-per-gpu", "0"], "'0' is not accepted; accepted: 1 or more"),
+    ],
+)
+def test_a_wrong_option_is_one_line(
+    argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.main(argv)
+    [line] = capsys.readouterr().err.splitlines()
+    assert told in line
+
+
+def test_a_lane_that_cannot_be_spread_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["lint"]) == 2
+    told = "cluster: lane = 'lint' is not accepted; accepted: run, gpu, mutants, "
+    assert capsys.readouterr().err.startswith(told)
+
+
+def test_without_ray_it_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "ci.cluster.ray_cluster", raising=False)
+    assert command.main(["run"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == "cluster: ray is not installed; install with: pip install '.[cluster]'"
+
+
+def test_other_lanes_neither_need_nor_import_ray() -> None:
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(ROOT / "tox.ini")
+    with_ray = {
+        name.removeprefix("testenv:")
+        for name in tox.sections()
+        if "cluster" in tox[name].get("extras", "").split()
+    }
+    assert with_ray == {"cluster", "cluster-test"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    asked = [
+        *project["dependencies"],
+        *(r for n, rs in extras.items() if n != "cluster" for r in rs),
+    ]
+    assert not [requirement for requirement in asked if requirement.startswith("ray")]
+
+
+@pytest.mark.parametrize(
+    ("module", "argv"),
+    [
+        ("pytest", ["suites/selfcheck/cluster", "suites/differential", "suites/cluster"]),
+        ("harness", ["--help"]),
+    ],
+)
+def test_nothing_else_imports_ray(module: str, argv: list[str]) -> None:
+    words = ["-q", "-n0", "--collect-only", "-p", "no:cacheprovider"] if module == "pytest" else []
+    script = WITHOUT_RAY.format(argv=[module, *argv, *words], module=module)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_every_lane_of_the_table_is_a_lane_or_a_verb() -> None:
+    verbs = command.__doc__ or ""
+    assert verbs
+    for name, row in lanes.rows().items():
+        assert name in ci.lanes() or row["command"][:2] == ["-m", "harness"]
+        assert row["kinds"] in ("any", "gpu", "cpu")
+        assert ("suites" in row) != ("command" in row)
+        for suite in row.get("suites", ()):
+            assert (ROOT / suite.removeprefix("--ignore=")).exists()
+
+
+@pytest.mark.parametrize(
+    ("lane", "kinds"),
+    [("run", ["cpu", "sm90"]), ("gpu", ["sm90"]), ("mutants", ["cpu"]), ("bench", ["sm90"])],
+)
+def test_a_lane_is_for_some_kinds(lane: str, kinds: list[str]) -> None:
+    assert kinds_of(lane, ["cpu", "sm90"]) == kinds
+
+
+def test_work_says_what_a_node_must_have() -> None:
+    on_gpu = work("gpu", "sm100", ["-k", "xqa"], per_gpu=4)
+    assert on_gpu.argv[-6:] == ("--device", "cuda:0", "--kind", "sm100", "-k", "xqa")
+    assert (on_gpu.share, on_gpu.is_alone) == (0.25, False)
+    assert on_gpu.versions["flashinfer-python"] == "0.6.12"
+    declared = work("gpu", "sm100", [], is_declared=True)
+    assert declared.argv[-4:] == ("--device", "cpu", "--kind", "sm100")
+    assert set(declared.versions) == {"torch"}
+    session = work("bench", "sm90", ["--a", "x"])
+    assert (session.is_alone, session.item, session.argv[-2:]) == (True, "session", ("--a", "x"))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "resources"),
+    [
+        ([("H200", (9, 0))] * 8, ({"sm90": 8.0, "host": 1.0}, 8)),
+        ([("RTX", (12, 0))], ({"sm120": 1.0, "host": 1.0}, 1)),
+    ],
+)
+def test_a_machine_offers_its_gpus_by_kind(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[tuple[str, tuple[int, int]]], resources: object
+) -> None:
+    monkeypatch.setattr(machine, "installed_gpus", lambda: gpus)
+    assert machine.resources_here() == resources
+
+
+def test_a_machine_of_several_kinds_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "installed_gpus", lambda: [("a", (9, 0)), ("b", (10, 0))])
+    with pytest.raises(UsageError, match="GPUs = 'sm100, sm90' is not accepted"):
+        machine.resources_here()
+    assert machine.main([]) == 2
+    assert capsys.readouterr().err.startswith("cluster: GPUs = ")
+
+
+def test_a_machine_without_gpus_offers_its_cores(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "installed_gpus", lambda: [])
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {0, 1, 2})
+    assert machine.main([]) == 0
+    assert capsys.readouterr().out == '{"cpu": 3.0, "host": 1.0}\n'

@@ -1,0 +1,95 @@
+"""A command of a node brings its verdict and its files home, and ends with whoever started it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ci.cluster import node as nodes
+from ci.cluster.node import command_end, plan, run
+from ci.cluster.work import Ended, LaneWork, Node, Plan, Refused
+from fixtures.pytest_plugin.poll import eventually
+from harness.core.paths import ROOT
+from harness.core.tree import digest
+
+HERE = Node(id="x", name="here")
+WRITES = """
+import sys
+open(sys.argv[1] + "/said.txt", "w").write(sys.argv[2])
+print("done", sys.argv[2])
+"""
+
+
+def work(*argv: str, **facts: object) -> LaneWork:
+    usual: dict[str, object] = {"lane": "any", "kind": "cpu", "tree": digest(), "item": "one"}
+    return LaneWork(argv=argv, **usual | facts)  # type: ignore[arg-type]
+
+
+def test_an_item_is_filled_in_and_its_files_come_back() -> None:
+    end = command_end(work("-c", WRITES, "{report}", "{item}"), "seven")
+    assert (end.unit, end.outcome, end.message) == ("seven", "passed", "done seven")
+    assert dict(end.files) == {"said.txt": b"seven", "output.txt": b"done seven\n"}
+    assert end.seconds > 0
+
+
+def test_a_command_that_fails_or_hangs_is_red() -> None:
+    failed = command_end(work("-c", "raise SystemExit('off')"), "one")
+    assert (failed.outcome, failed.message) == ("failed", "off")
+    slow = command_end(work("-c", "import time; time.sleep(60)", limit_s=1.0), "one")
+    assert (slow.outcome, slow.message) == ("failed", "over 1 s")
+
+
+def test_items_are_what_a_command_prints() -> None:
+    printed = work(items=("-c", "print('a'); print('b')"), item="")
+    assert plan(printed, HERE) == Plan(units=("a", "b"), node=HERE)
+    assert plan(work(), HERE) == Plan(units=("one",), node=HERE)
+    broken = work(items=("-c", "raise SystemExit('no table')"), item="")
+    assert plan(broken, HERE) == Refused(node=HERE, reasons=("no items: no table",))
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"versions": {"torch": "1.0"}}, "torch = '2."),
+        ({"versions": {"no-such-package": "1.0"}}, "no-such-package = 'none' is not accepted"),
+        ({"tree": "0" * 64}, "is not accepted; accepted: 000000000000"),
+    ],
+)
+def test_a_node_with_other_versions_runs_nothing(
+    monkeypatch: pytest.MonkeyPatch, facts: dict[str, object], reason: str
+) -> None:
+    monkeypatch.setattr(nodes, "command_end", None)
+    for answer in (plan(work(**facts), HERE), run(work(**facts), ("one",), HERE)):
+        assert isinstance(answer, Refused)
+        assert reason in " ".join(answer.reasons)
+
+
+def test_a_batch_of_items_ends_item_by_item() -> None:
+    answer = run(work("-c", "print('{item}')"), ("a", "b"), HERE)
+    assert isinstance(answer, Ended)
+    assert [(end.unit, end.message) for end in answer.units] == [("a", "a"), ("b", "b")]
+
+
+def test_a_guarded_command_ends_with_its_input(tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    sleeps = f"import os, time; open({str(told)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    words = [sys.executable, "-m", "ci.cluster.guarded", "-c", sleeps]
+    with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE) as process:
+        pid = int(eventually(lambda: told.read_text() if told.exists() else ""))
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(10) == 128 + signal.SIGKILL
+    eventually(lambda: not psutil.pid_exists(pid))
+
+
+def test_nothing_of_ray_is_handed_to_what_a_node_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "somewhere")
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    assert "RAY_ADDRESS" not in nodes.variables()
+    assert nodes.variables()["PYTHONPATH"] == os.pathsep.join((str(ROOT), "elsewhere"))

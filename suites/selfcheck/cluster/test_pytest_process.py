@@ -1,0 +1,176 @@
+"""A pytest that is asked for tests names what ended it, and nothing outlives whoever asked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ci.cluster.pytest_process import PytestProcess
+from fixtures.pytest_plugin.poll import eventually
+from harness.core.paths import ROOT
+from harness.core.record import Record, Verdict
+from harness.errors import UsageError
+
+pytestmark = pytest.mark.untraced
+
+PLUGINS = ("kinds", "resume", "shards", "records", "asked_tests")
+TESTS = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+import pytest
+from fixtures.fakes.sample_records import trial
+from harness.core.record import Verdict
+from fixtures.pytest_plugin.device_loss import LOST
+
+@pytest.fixture(scope="module", autouse=True)
+def shared():
+    with Path("made.txt").open("a") as file:
+        file.write("made ")
+    yield
+    with Path("made.txt").open("a") as file:
+        file.write("torn ")
+
+def test_passes(record_trial):
+    record_trial(trial("one"))
+
+def test_is_red(record_trial):
+    record_trial(trial("two", Verdict.WRONG_NUMBERS, message="row 3"))
+    assert 1 == 2
+
+def test_is_skipped():
+    pytest.skip("no such kernel")
+
+def test_last(record_trial):
+    record_trial(trial("last"))
+
+def test_exits(record_trial):
+    record_trial(trial("exits", Verdict.ERROR))
+    os._exit(7)
+
+def test_faults(record_trial):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def test_hangs():
+    time.sleep(60)
+
+def test_loses_the_device(request, record_trial):
+    record_trial(trial("lost"))
+    request.config.stash[LOST] = "test_loses_the_device"
+
+def test_starts_a_process():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    Path("started.txt").write_text(str(process.pid))
+    time.sleep(60)
+"""
+
+
+def node_id(name: str) -> str:
+    return f"test_asked.py::test_{name}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    names = [f"fixtures.pytest_plugin.{name}" for name in PLUGINS]
+    (tmp_path / "conftest.py").write_text(f"pytest_plugins = {names}\n")
+    (tmp_path / "test_asked.py").write_text(TESTS)
+    return tmp_path
+
+
+def variables() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": ""}
+
+
+COMMAND = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+
+
+@pytest.fixture
+def process(folder: Path) -> Iterator[PytestProcess]:
+    made = PytestProcess(COMMAND, folder, variables())
+    yield made
+    made.close()
+
+
+def test_one_collection_serves_several_batches(process: PytestProcess, folder: Path) -> None:
+    assert len(process.collected) == 9
+    first = process.run([node_id("passes"), node_id("is_red"), node_id("is_skipped")], 30.0)
+    assert [(end.unit, end.outcome) for end in first.ended] == [
+        (node_id("passes"), "passed"),
+        (node_id("is_red"), "failed"),
+        (node_id("is_skipped"), "skipped"),
+    ]
+    green, red = (Record.from_json(end.record) for end in first.ended[:2])
+    assert (green.case, green.verdict, green.planned) == ("one", Verdict.PASSED, 6)
+    assert (red.verdict, red.message) == (Verdict.WRONG_NUMBERS, "row 3")
+    assert first.ended[2].record == ""
+    assert first.ended[2].message.endswith("no such kernel")
+    assert (first.killer, first.left) == ("", ())
+    assert abs(first.began - time.time()) < 60
+    second = process.run([node_id("last")], 30.0)
+    assert [end.outcome for end in second.ended] == ["passed"]
+    # What the tests of a batch share is made once for it, and torn down before the next.
+    assert (folder / "made.txt").read_text().split() == ["made", "torn"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("exits", "its process ended with 7: "),
+        ("faults", "its process ended by SIGSEGV"),
+        ("loses_the_device", "device lost during test_loses_the_device"),
+        ("hangs", "over 2 s"),
+    ],
+)
+def test_what_ends_the_process_is_named_and_the_rest_is_left(
+    process: PytestProcess, name: str, reason: str
+) -> None:
+    made = process.run([node_id("passes"), node_id(name), node_id("last")], 2.0)
+    assert [end.unit for end in made.ended] == [node_id("passes")]
+    assert (made.killer, made.left) == (node_id(name), (node_id("last"),))
+    assert made.reason.startswith(reason)
+    assert not process.is_alive
+    if name == "exits":
+        blank = Record.from_json(made.blank)
+        assert (blank.case, blank.test, blank.planned) == ("exits", node_id("exits"), 6)
+    if name in ("faults", "hangs"):
+        assert made.blank == ""
+
+
+def test_a_pytest_that_collects_nothing_says_why(folder: Path) -> None:
+    (folder / "test_asked.py").write_text("import nothing_of_this_name\n")
+    with pytest.raises(UsageError, match="its process ended with 2: "):
+        PytestProcess(COMMAND, folder, variables())
+
+
+def test_nothing_outlives_who_asked(folder: Path) -> None:
+    script = f"""
+        import os
+        from pathlib import Path
+        from ci.cluster.pytest_process import PytestProcess
+        process = PytestProcess({COMMAND!r}, Path({str(folder)!r}), dict(os.environ))
+        process.run([{node_id("starts_a_process")!r}], 60.0)
+    """
+    asker = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=folder, env=variables()
+    )
+    started = folder / "started.txt"
+    eventually(started.exists)
+    [asked] = psutil.Process(asker.pid).children()
+    own = int(eventually(started.read_text))
+    assert psutil.pid_exists(own)
+    asker.send_signal(signal.SIGKILL)
+    asker.wait()
+    eventually(lambda: not _lives(asked.pid) and not _lives(own))
+
+
+def _lives(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

@@ -1,0 +1,99 @@
+"""What ended is kept at once, and a run that was killed goes on from there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ci.cluster.store import Store
+from ci.cluster.work import LaneWork, UnitEnd
+from fixtures.fakes.sample_records import ENVIRONMENT, trial
+from harness.core.record import Verdict, read_records
+from harness.errors import UsageError
+
+TREE = "abc" * 20
+WORK = LaneWork(lane="run", kind="sm90", argv=(), tree=TREE)
+SOURCE = ("c" * 40, True)
+
+
+def store(folder: Path, *, resume: bool = False, work: LaneWork = WORK) -> Store:
+    return Store(folder, [work], resume=resume, source=SOURCE)
+
+
+def end(name: str, outcome: str = "passed", **facts: object) -> UnitEnd:
+    verdict = Verdict.PASSED if outcome == "passed" else Verdict.ERROR
+    environment = replace(ENVIRONMENT, tree=TREE)
+    record = trial(name, verdict, kind="sm90", test=name, environment=environment)
+    usual: dict[str, object] = {"seconds": 2.5, "record": record.to_json()}
+    return UnitEnd(unit=name, outcome=outcome, **usual | facts)  # type: ignore[arg-type]
+
+
+def cases(folder: Path) -> list[str]:
+    return [record.case for record in read_records(folder / "records.jsonl")]
+
+
+def test_a_killed_run_goes_on(tmp_path: Path) -> None:
+    store(tmp_path).add(WORK, [end("a"), end("b", "failed"), end("c", record="")])
+    # A record whose unit was not noted yet, and half a line: so a process that is killed leaves it.
+    store_of_dead = store(tmp_path, resume=True)
+    store_of_dead.add(WORK, [end("d")])
+    with (tmp_path / "records.jsonl").open("a") as file:
+        file.write(end("e").record + "\n" + end("f").record[:50])
+    with (tmp_path / "ended.jsonl").open("a") as file:
+        file.write('{"kind": "sm9')
+    again = store(tmp_path, resume=True)
+    assert again.kept(WORK) == {"a", "c", "d"}
+    assert cases(tmp_path) == ["a", "d"]
+    again.add(WORK, [end("b"), end("e")])
+    assert sorted(cases(tmp_path)) == ["a", "b", "d", "e"]
+
+
+def test_without_it_all_begins_anew_in_the_order_of_what_was_timed(tmp_path: Path) -> None:
+    store(tmp_path).add(WORK, [end("a"), end("b", seconds=0.5)])
+    again = store(tmp_path)
+    assert again.kept(WORK) == set()
+    assert cases(tmp_path) == []
+    assert again.recorded(WORK) == {"a": 2.5, "b": 0.5}
+    assert again.recorded(replace(WORK, kind="cpu")) == {}
+
+
+def test_another_tree_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    store(tmp_path).add(WORK, [end("a")])
+    other = replace(WORK, tree="def" * 20)
+    with pytest.raises(UsageError, match="tree = 'abcabcabcabc' is not accepted; accepted: def"):
+        store(tmp_path, resume=True, work=other)
+    assert cases(tmp_path) == ["a"]
+
+
+def test_nothing_to_resume_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--resume = .* accepted: the folder of a run"):
+        store(tmp_path / "none", resume=True)
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"--report = .* accepted: a writable folder"):
+        store(tmp_path / "file")
+
+
+def test_a_tree_that_travelled_gets_the_commit_it_was_made_of(tmp_path: Path) -> None:
+    known = replace(ENVIRONMENT, commit="d" * 40)
+    own = trial("own", environment=known).to_json()
+    store(tmp_path).add(WORK, [end("a"), end("own", record=own)])
+    found = {r.case: r.environment for r in read_records(tmp_path / "records.jsonl")}
+    assert (found["a"].commit, found["a"].dirty) == SOURCE
+    assert (found["own"].commit, found["own"].dirty) == ("d" * 40, False)
+
+
+def test_files_and_failures_without_a_record_are_kept(tmp_path: Path) -> None:
+    made = store(tmp_path)
+    made.add(WORK, [end("x/y", record="", files={"a/b.txt": b"1"})])
+    made.add(WORK, [end("z", "failed", record="", message="off")])
+    made.add(WORK, [end("red", "failed")])
+    assert (tmp_path / "sm90" / "x/y" / "a/b.txt").read_bytes() == b"1"
+    assert made.failures == ["z on sm90: off"]
+    last = json.loads((tmp_path / "ended.jsonl").read_text().splitlines()[1])
+    assert (last["unit"], last["message"], last["tree"]) == ("z", "off", TREE)
