@@ -19,7 +19,7 @@ from ci.cluster.work import Answer, LaneWork, Node, NodeLost, Refused, WorkerLos
 from harness.core.paths import ROOT
 from harness.errors import UsageError, first_line
 
-LEFT_AT_HOME = [".git", ".tox", ".venv", "docs", "report", "*.egg-info", "__pycache__"]
+LEFT_AT_HOME = [".git", ".tox", ".venv", "report", "*.egg-info", "__pycache__"]
 LOCAL = "127.0.0.1"
 LOOPBACK = "127."
 NODES_ARE_KNOWN_S = 0.5

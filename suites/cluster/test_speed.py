@@ -65,7 +65,7 @@ def test_four_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     (tmp_path / "test_waits.py").write_text(TESTS)
     nodes = [{"sm90": 1.0}] * 4 + [{"sm100": 1.0}]
     with LocalCluster(*nodes) as local, RayCluster(local.address, ROOT) as cluster:
-        # A worker imports and collects in its first batch, and this machine may have two cores.
+        # A worker imports and collects in its first batch, which two cores do not do for four.
         (_, four), (_, one) = (
             [timed(cluster, kind, tmp_path) for _ in range(2)] for kind in ("sm90", "sm100")
         )

@@ -25,6 +25,7 @@ from harness.core.record import Record, Verdict
 HERE = Node(id="0123456789", name="here")
 THERE = Node(id="abcdefghij", name="there")
 WORK = LaneWork(lane="run", kind="sm90", argv=())
+PATIENCE_S = 1000.0
 UNITS = tuple(f"u{number}" for number in range(12))
 Question = tuple[LaneWork, tuple[str, ...] | None]
 
@@ -61,6 +62,7 @@ class ScriptedCluster:
 
     def answers(self, within_s: float) -> list[tuple[Hashable, Answer]]:
         self.clock += within_s
+        assert self.clock < PATIENCE_S, "the run never ends"
         if not self._slots or not self.running:
             return []
         ticket = min(self.running)  # type: ignore[type-var]
