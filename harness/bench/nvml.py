@@ -57,6 +57,11 @@ class Nvml:
         width = _asked(pynvml.nvmlDeviceGetCurrPcieLinkWidth, self._handle)
         self.pcie_full = width == _asked(pynvml.nvmlDeviceGetMaxPcieLinkWidth, self._handle)
 
+    @property
+    def gib(self) -> float:
+        """Its memory."""
+        return float(pynvml.nvmlDeviceGetMemoryInfo(self._handle).total) / (1 << 30)
+
     def read(self) -> GpuReading:
         """Its state now."""
         handle = self._handle
@@ -87,16 +92,6 @@ def first() -> Nvml | None:
         return Nvml(int(shown) if shown.isdigit() else 0)
     except pynvml.NVMLError:
         return None
-
-
-def gib() -> float:
-    """Memory of the first GPU of this machine, 0 on a machine without one."""
-    try:
-        pynvml.nvmlInit()
-        total = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).total
-        return float(total) / (1 << 30)
-    except pynvml.NVMLError:
-        return 0.0
 
 
 def count() -> int:

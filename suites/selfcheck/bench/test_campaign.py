@@ -113,6 +113,15 @@ def test_a_row_that_cannot_be_measured_is_told_and_the_others_are(recorder, tmp_
     assert [json.loads(f.read_text())[0] for f in sorted(recorder.iterdir())] == ["0", "0"]
 
 
+def test_no_row_follows_one_that_was_interrupted(recorder, tmp_path):
+    script = recorder.parent / "python"
+    script.write_text(script.read_text().replace("sys.exit(2 if", "sys.exit(130 if"))
+    rows = [COMPARISONS["phases"], COMPARISONS["mha-fa3"]]
+    ends = time.monotonic() + 999
+    codes = campaign.Campaign(rows=rows, out=tmp_path, ends=ends).run(["0"])
+    assert codes == {"phases": 130}
+
+
 def test_nothing_is_begun_that_has_no_time(recorder, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert campaign.main(["--out", str(tmp_path), "--seconds", "100"]) == 0
