@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from harness.errors import UsageError, rejected
 from harness.kernels.interface import Kernel
 from harness.kernels.registry import new_kernel
 from harness.plugin.batches import our_batch, our_layer
-from harness.plugin.per_head_prefill import per_head_prefill
+from harness.plugin.per_head_prefill import PerHeadPrefill, per_head_prefill
 from harness.plugin.pools import served_pool
 from harness.plugin.served import ServedBackend
 from harness.upstream.forward_batch_info import ForwardBatch
@@ -52,7 +53,10 @@ class PluginBackend(AttentionBackend):  # type: ignore[misc]
         self.cuda_graph_custom_mask: torch.Tensor | None = None
         self._extends_draft = runner.is_draft_worker and not ours.skip_prefill
         self._layers: dict[int, RadixAttention] = {}
-        self._per_head = per_head_prefill(ours.kernel.capability)
+
+    @cached_property
+    def _per_head(self) -> PerHeadPrefill:
+        return per_head_prefill()
 
     @property
     def forward_metadata(self) -> Any:
@@ -137,7 +141,6 @@ class PluginBackend(AttentionBackend):  # type: ignore[misc]
         pool = self.ours.token_to_kv_pool
         if isinstance(pool, MLATokenToKVPool) and layer.v_head_dim != pool.kv_lora_rank:
             # Values of each head and not latents: sglang has cached those itself.
-            assert self._per_head is not None
             planned = self.ours.planned(batch)
             return self._per_head(q, k, v, layer, forward_batch, planned)
         own = self._layer(layer, sinks)

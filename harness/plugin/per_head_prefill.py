@@ -14,13 +14,11 @@ from typing import Any
 import torch
 
 from harness.attention.metadata import Metadata
-from harness.core.capability import FLASH_MLA, Capability
 from harness.kernels.packages import load
-from harness.plugin.switches import PER_HEAD_PREFILL, is_on
 
-Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""Of sgl_kernel's ``flash_attn_varlen_func``: rows [T, heads, v_head_dim], and their natural
-log-sum-exps [heads, T]."""
+Attend = Callable[..., tuple[torch.Tensor, ...]]
+"""Of sgl_kernel's ``flash_attn_varlen_func``: rows [T, heads, v_head_dim], their natural
+log-sum-exps [heads, T], and what it accumulated in."""
 
 
 class PerHeadPrefill:
@@ -59,7 +57,7 @@ class PerHeadPrefill:
             of_keys = forward_batch.prefix_chunk_cu_seq_lens[chunk]
             longest_key = forward_batch.prefix_chunk_max_seq_lens[chunk]
         heads = layer.tp_q_head_num
-        out, log_sums = self._attend(
+        out, log_sums, *_ = self._attend(
             q.view(-1, heads, layer.head_dim),
             k.view(-1, heads, layer.head_dim).to(q.dtype),
             v.view(-1, heads, layer.v_head_dim).to(q.dtype),
@@ -73,17 +71,12 @@ class PerHeadPrefill:
         return (out, log_sums.T.contiguous()) if forward_batch.mha_return_lse else out
 
 
-def per_head_prefill(capability: Capability) -> PerHeadPrefill | None:
-    """What a backend prefills with; None where it runs absorbed.
-
-    Args:
-        capability: of the kernel that decodes.
+def per_head_prefill() -> PerHeadPrefill:
+    """What a backend on FlashMLA prefills with.
 
     Raises:
         UsageError: sglang-kernel is missing.
     """
-    if capability is not FLASH_MLA or not is_on(PER_HEAD_PREFILL):
-        return None
     kernels = load("sgl_kernel.flash_attn", "FlashAttention 3")
     return PerHeadPrefill(partial(kernels.flash_attn_varlen_func, return_softmax_lse=True))
 
@@ -95,8 +88,6 @@ def runs_per_head(attention: Any, forward_batch: Any) -> bool:
         attention: sglang's ``DeepseekV2AttentionMLA``.
         forward_batch: sglang's.
     """
-    if not is_on(PER_HEAD_PREFILL):
-        return False
     if not forward_batch.forward_mode.is_extend_without_speculative():
         return False
     cached = sum(forward_batch.extend_prefix_lens_cpu or ())

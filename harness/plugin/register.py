@@ -12,6 +12,8 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from harness.core.capability import FLASH_MLA
+from harness.core.case import Family
 from harness.errors import UsageError
 from harness.plugin.gpu_delay import GpuDelay
 from harness.plugin.per_head_prefill import runs_per_head
@@ -42,7 +44,9 @@ def register() -> None:
     server_args.add_attention_backend_choices(list(SERVED))
     for served in SERVED.values():
         register_attention_backend(served.name)(partial(new_plugin_backend, served))
-        AttentionBackendRegistry.register(served.name, forward_method)
+        if served.family is Family.MLA:
+            AttentionBackendRegistry.register(served.name, partial(forward_method, served))
+            keep_chunked_prefix_cache(served.name)
     eagle = "sglang.srt.speculative"
     hooks: dict[str, Callable[..., Any]] = {
         "sglang.srt.server_args.ServerArgs.check_server_args": check_arguments,
@@ -64,13 +68,23 @@ def register() -> None:
         HookRegistry.register(target, hook, HookType.AROUND)
 
 
-def forward_method(attention: Any, forward_batch: Any) -> Any:
-    """How a forward of an MLA model runs: absorbed, but for prefills that do not."""
+def keep_chunked_prefix_cache(backend: str) -> None:
+    """Keep sglang from turning ``MHA_CHUNKED_KV`` off for a backend that it does not know."""
+    from sglang.srt import server_args as known
+
+    if not hasattr(known, "add_chunked_prefix_cache_attention_backend"):  # older than 0.5.18
+        from sglang.srt.model_executor import model_runner as known
+    known.add_chunked_prefix_cache_attention_backend(backend)
+
+
+def forward_method(served: ServedBackend, attention: Any, forward_batch: Any) -> Any:
+    """How a forward of an MLA model runs: absorbed, but for prefills beside FlashMLA."""
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
         AttnForwardMethod,
     )
 
-    if runs_per_head(attention, forward_batch):
+    device = forward_batch.seq_lens.device
+    if runs_per_head(attention, forward_batch) and served.capability(device) is FLASH_MLA:
         return AttnForwardMethod.MHA_CHUNKED_KV
     return AttnForwardMethod.MLA
 

@@ -4,8 +4,6 @@ import os
 
 GPU_DELAY = "SPECGATE_GPU_DELAY"
 """Its steps wait on the GPU for what ``/slow_down`` says."""
-PER_HEAD_PREFILL = "SPECGATE_PER_HEAD_PREFILL"
-"""Prefills of MLA models run over keys and values of each head, and not absorbed."""
 PHASES = "SPECGATE_PHASES"
 """The phases of its steps are timed."""
 

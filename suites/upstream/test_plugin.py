@@ -52,7 +52,18 @@ def driven(config: pytest.Config, *words: str, **switches: str) -> dict[str, Any
 
 def test_every_backend_can_be_chosen(loaded: dict[str, Any]) -> None:
     assert loaded["choices"] == loaded["registered"] == list(SERVED)
-    assert loaded["mla"] == "MLA"
+
+
+def test_a_prefill_beside_flash_mla_runs_per_head_and_keeps_its_chunks(
+    loaded: dict[str, Any],
+) -> None:
+    assert loaded["methods"] == {
+        "prefill on 9.0": "MHA_CHUNKED_KV",
+        "prefill on 10.0": "MLA",
+        "verify on 9.0": "MLA",
+        "verify on 10.0": "MLA",
+    }
+    assert loaded["chunked"] == [name for name in SERVED if name.startswith("specgate_mla")]
 
 
 def test_every_hook_found_its_target(loaded: dict[str, Any]) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from harness.attention.geometry import Geometry
-from harness.core.capability import FLASH_MLA, TRTLLM_GEN_MLA, XQA
 from harness.errors import UsageError
 from harness.plugin.per_head_prefill import PerHeadPrefill, per_head_prefill, runs_per_head
-from harness.plugin.switches import PER_HEAD_PREFILL
 from harness.upstream.forward_batch_info import ForwardMode
 
 HEADS, QK, V, SCALE = 3, 24, 16, 0.17
@@ -38,7 +37,7 @@ def attend(
         weights = (scores - log_sums[..., None]).exp().nan_to_num()
         outs.append(torch.einsum("htn,nhd->thd", weights, values))
         sums.append(log_sums)
-    return torch.cat(outs), torch.cat(sums, 1)
+    return torch.cat(outs), torch.cat(sums, 1), torch.empty(0), torch.empty(0)
 
 
 def merged(first, second):
@@ -109,7 +108,7 @@ def test_chunks_and_new_tokens_make_the_whole(rows):
             prefix_chunk_max_seq_lens=[max(each) for each in lengths],
         )
         found = merged(found, part)
-    expected, _ = attend(
+    expected, *_ = attend(
         queries,
         *(torch.cat([row[at] for row in rows]) for at in (1, 2)),
         cu_seqlens_q=ends(NEW),
@@ -130,21 +129,17 @@ def test_what_sglang_does_not_merge_comes_alone(rows):
 
 
 @pytest.mark.parametrize(
-    ("on", "speculative", "cached", "disabled", "expected"),
+    ("speculative", "cached", "disabled", "expected"),
     [
-        ("1", False, [0, 0], False, True),
-        ("1", False, None, False, True),
-        ("1", False, [4000, 5000], False, True),
-        ("1", False, [4000, 4000], False, False),
-        ("1", False, [4000, 5000], True, False),
-        ("1", True, [0, 0], False, False),
-        ("0", False, [0, 0], False, False),
+        (False, [0, 0], False, True),
+        (False, None, False, True),
+        (False, [4000, 5000], False, True),
+        (False, [4000, 4000], False, False),
+        (False, [4000, 5000], True, False),
+        (True, [0, 0], False, False),
     ],
 )
-def test_a_prefill_runs_per_head_where_it_pays(
-    on, speculative, cached, disabled, expected, monkeypatch
-):
-    monkeypatch.setenv(PER_HEAD_PREFILL, on)
+def test_a_prefill_runs_per_head_where_it_pays(speculative, cached, disabled, expected):
     attention = SimpleNamespace(
         chunked_prefix_cache_threshold=8192, disable_chunked_prefix_cache=disabled
     )
@@ -153,12 +148,7 @@ def test_a_prefill_runs_per_head_where_it_pays(
     assert runs_per_head(attention, forward_batch) is expected
 
 
-def test_only_flash_mla_has_it_and_only_where_it_is_asked_for(monkeypatch):
-    monkeypatch.setenv(PER_HEAD_PREFILL, "1")
-    assert per_head_prefill(TRTLLM_GEN_MLA) is None
-    assert per_head_prefill(XQA) is None
-    monkeypatch.setitem(__import__("sys").modules, "sgl_kernel", None)
+def test_a_missing_kernel_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sgl_kernel", None)
     with pytest.raises(UsageError, match="FlashAttention 3 needs sglang-kernel"):
-        per_head_prefill(FLASH_MLA)
-    monkeypatch.delenv(PER_HEAD_PREFILL)
-    assert per_head_prefill(FLASH_MLA) is None
+        per_head_prefill()

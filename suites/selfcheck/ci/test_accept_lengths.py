@@ -142,7 +142,7 @@ class Unreachable:
 @pytest.mark.parametrize(
     ("said", "alive", "code", "told"),
     [
-        ("ValueError: on SM100 alone", False, 0, "ValueError: on SM100 alone"),
+        ("ValueError: on SM100 alone", False, 1, "ValueError: on SM100 alone"),
         ("capturing", True, 1, "NotReady: not ready after 300 s"),
         ("", True, 1, "ServerError: http://127.0.0.1:9"),
     ],
@@ -167,6 +167,12 @@ def test_a_server_that_ends_says_why_and_one_that_hangs_or_fails_to_answer_is_re
     assert accept_lengths.main(["--arm", arm, "--prompts", "2", "--logs", str(tmp_path)]) == code
     assert f"gqa | 3 | triton | {told}" in capsys.readouterr().err
     assert [server.stopped for server in started] == [True]
+
+
+def test_a_backend_of_sglang_may_not_serve_this_gpu_but_ours_do() -> None:
+    ended = Outcome(ended="ValueError: on SM100 alone")
+    arms = [parse(f"sglang:backend={name}", {}) for name in ("trtllm_mha", "specgate_mha")]
+    assert [accept_lengths.row(arm, [], ended, may_end=True)[1] for arm in arms] == [True, False]
 
 
 @pytest.mark.parametrize(
