@@ -1,4 +1,4 @@
-"""``python -m ci.bench BENCH [--out DIR] [--history FILE]``: write every report of a benchmark.
+"""``python -m ci.bench BENCH [--out DIR]``: write every report of a benchmark.
 
 Exit code: 0 where nothing is red, 1 where something is, 2 for records that cannot be read.
 """
@@ -28,10 +28,16 @@ def main(argv: Sequence[str]) -> int:
         metavar="FILE",
         help="series of earlier runs to add to (default: DIR/history.jsonl)",
     )
+    parser.add_argument(
+        "--without-controls",
+        action="store_true",
+        help="judge the candidates of a comparison that has none, as specgate campaign does",
+    )
     options = parser.parse_args(argv)
+    controlled = not options.without_controls
     past = options.history or options.out / history.FILE
     try:
-        written = outputs.write(options.bench, options.out, past)
+        written = outputs.write(options.bench, options.out, past, controlled=controlled)
     except UsageError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2

@@ -43,8 +43,12 @@ class BenchReport:
     trials: tuple[Trial, ...]
 
     @classmethod
-    def of(cls, lines: Iterable[Line]) -> BenchReport:
+    def of(cls, lines: Iterable[Line], *, controlled: bool = True) -> BenchReport:
         """Of the lines of a ``bench.jsonl``.
+
+        Args:
+            lines: of one run.
+            controlled: whether its controls must be there and as they should.
 
         Raises:
             UsageError: there is no session among them.
@@ -54,16 +58,16 @@ class BenchReport:
         if not found:
             raise UsageError("bench records hold no planned case: nothing was measured")
         trials = tuple(line for line in known if isinstance(line, Trial))
-        return cls(verdict(found), trials)
+        return cls(verdict(found, controlled=controlled), trials)
 
     @classmethod
-    def read(cls, path: Path) -> BenchReport:
-        """Of a ``bench.jsonl``.
+    def read(cls, path: Path, *, controlled: bool = True) -> BenchReport:
+        """Of a ``bench.jsonl``; see ``of``.
 
         Raises:
             UsageError: it is missing, broken or empty.
         """
-        return cls.of(read(path))
+        return cls.of(read(path), controlled=controlled)
 
     @cached_property
     def cases(self) -> tuple[CaseReport, ...]:
@@ -136,7 +140,7 @@ class BenchReport:
                 accepted = " or ".join(CONTROLS[session.role].accepted)
                 said = ", ".join(f"{n} {verdict}" for verdict, n in _counts(rows).items())
                 lines.append(f"control {session.role}, should be {accepted}: {said}")
-        return lines
+        return lines or ["no control was run"]
 
     @property
     def dropped(self) -> list[str]:

@@ -24,7 +24,9 @@ class Written:
     remarks: tuple[str, ...]
 
 
-def write(bench: Path, folder: Path, past: Path, *, notes: Sequence[str] = ()) -> Written:
+def write(
+    bench: Path, folder: Path, past: Path, *, notes: Sequence[str] = (), controlled: bool = True
+) -> Written:
     """Add the run to its history, then write its outputs.
 
     Args:
@@ -34,11 +36,12 @@ def write(bench: Path, folder: Path, past: Path, *, notes: Sequence[str] = ()) -
             into bench.json and the OpenMetrics.
         past: file of the history, made where missing.
         notes: further lines of the summary.
+        controlled: whether the controls must be there and as they should.
 
     Raises:
         UsageError: the records cannot be read, or the folder cannot be written.
     """
-    report = BenchReport.read(bench)
+    report = BenchReport.read(bench, controlled=controlled)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         figures = latency_table.read(folder / latency_table.LATENCY_FILE)
