@@ -99,7 +99,7 @@ class Case:
         qk_rope_head_dim: rotary part of the key (MLA).
         dtype: dtype of activations.
         kv_dtype: dtype of the cache.
-        k_scale: per-tensor scale of cached keys (FP8 only).
+        k_scale: per-tensor scale of cached keys in the first layer (FP8 only); see ``kv_scales``.
         v_scale: per-tensor scale of cached values (FP8 only).
         window_left: keys a query sees to its left besides itself, -1 for all; a windowed case has
             one full layer and one windowed layer that lives in the SWA pool.
@@ -219,6 +219,16 @@ class Case:
     def max_total_len(self) -> int:
         """Longest length any request may reach: the context and one round of draft tokens."""
         return self.max_context_len + max(self.num_draft_tokens, self.num_steps)
+
+    def kv_scales(self, layer: int) -> tuple[float, float]:
+        """(k_scale, v_scale) of a layer; layers of an FP8 cache differ in them.
+
+        Weighted scores are whole at one k_scale. A scale of 1 stays: some pools have no other.
+        """
+        k_scale, v_scale = self.k_scale, self.v_scale
+        if layer == 0 or self.inputs is Inputs.WEIGHTED:
+            return k_scale, v_scale
+        return k_scale if k_scale == 1 else k_scale / 2, v_scale if v_scale == 1 else v_scale / 8
 
     @property
     def scaling(self) -> float:

@@ -166,13 +166,14 @@ def _rows(problem: DenseProblem, i: int) -> DenseRows:
     rows = _exact_rows(problem, i)
     if case.kv_dtype is not KVDtype.FP8:
         return rows
-    # The latent of MLA is key and value at once, so it has the key's scale.
-    v_scale = case.k_scale if case.family is Family.MLA else case.v_scale
-    return DenseRows(
-        q=rows.q,
-        k=quantize_dequantize(rows.k, case.k_scale),
-        v=quantize_dequantize(rows.v, v_scale),
+    scales = [case.kv_scales(layer) for layer in range(case.num_layers)]
+    if case.family is Family.MLA:  # The latent is key and value at once.
+        scales = [(k_scale, k_scale) for k_scale, _ in scales]
+    k, v = (
+        torch.stack([quantize_dequantize(own, scale) for own, scale in zip(of, each, strict=True)])
+        for of, each in zip((rows.k, rows.v), zip(*scales, strict=True), strict=True)
     )
+    return DenseRows(q=rows.q, k=k, v=v)
 
 
 def _exact_rows(problem: DenseProblem, i: int) -> DenseRows:

@@ -131,9 +131,10 @@ def _cache(pool_state: PoolState, expected: Expected) -> Iterable[Comparison]:
     dtype = getattr(torch, case.dtype)
     for layer in range(case.num_layers):
         keys, values = pool_state.rows(layer, slots)
-        pairs = [("key", keys, expected.keys, case.k_scale)]
+        k_scale, v_scale = case.kv_scales(layer)
+        pairs = [("key", keys, expected.keys, k_scale)]
         if values is not None:
-            pairs.append(("value", values, expected.values, case.v_scale))
+            pairs.append(("value", values, expected.values, v_scale))
         for name, obtained, exact, scale in pairs:
             if obtained.element_size() == 1:
                 obtained = (obtained.to(torch.float32) * scale).to(dtype)

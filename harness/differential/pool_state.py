@@ -202,17 +202,20 @@ def _cached_rows(
     positions = torch.cat([torch.arange(len(own), device=device) for own in histories])
     rows = dense_rows(weights.to(device), case, tokens, positions, queries=0)
     dtype = _kv_dtype(case)
-    return _cast(rows.k, case.k_scale, dtype), _cast(rows.v, case.v_scale, dtype)
+    k_scales, v_scales = zip(*map(case.kv_scales, range(case.num_layers)), strict=True)
+    return _cast(rows.k, k_scales, dtype), _cast(rows.v, v_scales, dtype)
 
 
 # Trials of a row have the same histories: of its batch and, replayed, of two decoys.
 _shared_rows = lru_cache(maxsize=3)(_cached_rows)
 
 
-def _cast(rows: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+def _cast(rows: torch.Tensor, scales: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+    """Rows [L, …] as the cache holds them, with the scale of each layer."""
     if dtype.itemsize == 1:
         limit = torch.finfo(dtype).max
-        rows = (rows / scale).clamp_(-limit, limit)
+        scaled = [own / scale for own, scale in zip(rows, scales, strict=True)]
+        rows = torch.stack(scaled).clamp_(-limit, limit)
     return rows.to(dtype)
 
 

@@ -113,6 +113,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 def _layer(case: Case, layer_id: int, scaling: float, sinks: torch.Tensor | None) -> RadixAttention:
     mla = case.family is Family.MLA
     windowed = layer_id % 2 == 1
+    k_scale, v_scale = case.kv_scales(layer_id)
     return RadixAttention(
         layer_id=layer_id,
         tp_q_head_num=case.num_q_heads,
@@ -121,7 +122,7 @@ def _layer(case: Case, layer_id: int, scaling: float, sinks: torch.Tensor | None
         v_head_dim=case.kv_lora_rank if mla else case.head_dim,
         scaling=scaling,
         sliding_window_size=case.window_left if windowed else -1,
-        k_scale=case.k_scale,
-        v_scale=case.v_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
         sinks=sinks,
     )

@@ -100,17 +100,17 @@ def _weights(case: Case, drawn: ProbeWeights, keys: Sequence[tuple[int, int]]) -
     tokens = range(DRAFTED, 1 + columns)
     tracer = make_tracer(tokens, total=1 + columns, q_len=1 + columns, latent=mla, **shape)
     # In an FP8 cache a column holds the same power of two whatever the scale.
-    k_scale = v_scale = 1.0
+    scales = [(1.0, 1.0)] * case.num_layers
     if case.kv_dtype is KVDtype.FP8:
-        k_scale, v_scale = case.k_scale, case.k_scale if mla else case.v_scale
-    v = tracer.v * v_scale
+        scales = [case.kv_scales(layer) for layer in range(case.num_layers)]
+    v = torch.stack([tracer.v * (k_scale if mla else v_scale) for k_scale, v_scale in scales])
     rotated = case.qk_rope_head_dim if mla else dim
     q, k = (torch.zeros(1 + columns, n, rotated) for n in (case.num_q_heads, kv_heads))
     if case.inputs is Inputs.WEIGHTED:
         v *= 2.0 ** (_levels(columns) - LEVELS + 1)[:, None, None]
         query, key = _scored(columns, rotated, [position for _, position in keys])
         q += query
-        k += key * k_scale
+        k += key * scales[0][0]
 
     def layers(table: torch.Tensor) -> torch.Tensor:
         return table.expand(case.num_layers, *table.shape).clone()
@@ -120,8 +120,8 @@ def _weights(case: Case, drawn: ProbeWeights, keys: Sequence[tuple[int, int]]) -
     lm_head[:, DRAFTED] = drawn.hidden_size**-0.5
     return ProbeWeights(
         q=layers(tracer.q if mla else q),
-        k=layers(v if mla else k),
-        v=None if mla else layers(v),
+        k=v if mla else layers(k),
+        v=None if mla else v,
         q_rope=layers(q) if mla else None,
         k_rope=layers(k) if mla else None,
         sinks=None if drawn.sinks is None else torch.zeros_like(drawn.sinks),
