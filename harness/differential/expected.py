@@ -151,8 +151,8 @@ def _expected(problem: DenseProblem) -> Expected:
         oracle=oracle,
         reference=reference,
         unrounded=unrounded,
-        keys=torch.cat([k for k, _ in new or empty], 1).cpu(),
-        values=torch.cat([v for _, v in new or empty], 1).cpu(),
+        keys=torch.cat([k for k, _ in new or empty], 1).double().cpu(),
+        values=torch.cat([v for _, v in new or empty], 1).double().cpu(),
     )
 
 
@@ -166,13 +166,11 @@ def _rows(problem: DenseProblem, i: int) -> DenseRows:
     rows = _exact_rows(problem, i)
     if case.kv_dtype is not KVDtype.FP8:
         return rows
-    # The latent of MLA is key and value at once, so it has the key's scale.
-    v_scale = case.k_scale if case.family is Family.MLA else case.v_scale
-    return DenseRows(
-        q=rows.q,
-        k=quantize_dequantize(rows.k, case.k_scale),
-        v=quantize_dequantize(rows.v, v_scale),
-    )
+    k = quantize_dequantize(rows.k.double(), case.k_scale)
+    if case.family is Family.MLA:
+        # The latent is key and value at once, so it has the key's scale.
+        return replace(rows, k=k, v=k[..., : case.kv_lora_rank])
+    return replace(rows, k=k, v=quantize_dequantize(rows.v.double(), case.v_scale))
 
 
 def _exact_rows(problem: DenseProblem, i: int) -> DenseRows:

@@ -212,7 +212,7 @@ _shared_rows = lru_cache(maxsize=3)(_cached_rows)
 def _cast(rows: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
     if dtype.itemsize == 1:
         limit = torch.finfo(dtype).max
-        rows = (rows / scale).clamp_(-limit, limit)
+        rows = (rows.double() / scale).clamp_(-limit, limit)
     return rows.to(dtype)
 
 
