@@ -9,10 +9,13 @@ import torch
 from harness.core.case import Case
 from harness.differential.input_types import ROPE_THETA, ProbeWeights
 
+ROTATED_AT_ONCE = 1 << 10
+"""Tokens; long rows are bound by memory, and complex128 takes eight times what is kept."""
+
 
 @dataclass(frozen=True)
 class DenseRows:
-    """Rows of n tokens in L layers, float64 holding values of the case's dtype.
+    """Rows of n tokens in L layers, in the case's dtype or one that holds more.
 
     Args:
         q: [L, queries, heads, qk dim], of the last tokens alone; for MLA the absorbed part and the
@@ -35,7 +38,7 @@ def dense_rows(
 ) -> DenseRows:
     """Rows of tokens [n] at positions [n]: looked up, rotated in float64, rounded once.
 
-    All on the device of the weights.
+    All on the device of the weights, in the case's dtype.
 
     Args:
         weights: of the probe model.
@@ -49,22 +52,34 @@ def dense_rows(
     queried, at = tokens[last], positions[last]
     if weights.q_rope is None or weights.k_rope is None:
         assert weights.v is not None
-        q, k = weights.q[:, queried], weights.k[:, tokens]
-        v = weights.v[:, tokens].double()
-        return DenseRows(_rotated(q, at, dtype), _rotated(k, positions, dtype), v)
-    q, k = weights.q[:, queried].double(), weights.k[:, tokens].double()
-    q_rope = _rotated(weights.q_rope[:, queried], at, dtype)
-    k_rope = _rotated(weights.k_rope[:, tokens], positions, dtype)
-    return DenseRows(torch.cat((q, q_rope), -1), torch.cat((k, k_rope), -1), k)
+        q = _rotated(weights.q, queried, at, dtype)
+        k = _rotated(weights.k, tokens, positions, dtype)
+        return DenseRows(q, k, weights.v.to(dtype)[:, tokens])
+    q, k = (
+        torch.cat((plain.to(dtype)[:, ids], _rotated(rotary, ids, where, dtype)), -1)
+        for plain, rotary, ids, where in (
+            (weights.q, weights.q_rope, queried, at),
+            (weights.k, weights.k_rope, tokens, positions),
+        )
+    )
+    return DenseRows(q, k, k[..., : case.kv_lora_rank])
 
 
-def _rotated(x: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Neox rotation of x [L, n, heads, dim] as a complex product in float64."""
-    half = x.shape[-1] // 2
-    exponent = torch.arange(half, dtype=torch.float64, device=x.device) / half
-    angle = positions.double()[:, None, None] * ROPE_THETA**-exponent
-    pairs = torch.complex(x[..., :half], x[..., half:])
-    rotated = pairs * torch.polar(torch.ones_like(angle), angle)
-    # Rounded before it is copied: long rows are bound by memory.
-    rounded = torch.view_as_real(rotated).to(dtype)
-    return rounded.transpose(-1, -2).flatten(-2).double()
+def _rotated(
+    table: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Neox rotation of rows of a table [L, V, heads, dim] as a complex product in float64."""
+    half = table.shape[-1] // 2
+    exponent = torch.arange(half, dtype=torch.float64, device=table.device) / half
+    frequency = ROPE_THETA**-exponent
+    shape = (table.shape[0], len(tokens), *table.shape[2:])
+    rotated = torch.empty(shape, dtype=dtype, device=table.device)
+    parts = (tokens.split(ROTATED_AT_ONCE), positions.split(ROTATED_AT_ONCE))
+    for ids, at, part in zip(*parts, rotated.split(ROTATED_AT_ONCE, 1), strict=True):
+        angle = at.double()[:, None, None] * frequency
+        x = table[:, ids]
+        turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
+            torch.ones_like(angle), angle
+        )
+        part.unflatten(-1, (2, half)).copy_(torch.view_as_real(turned).transpose(-1, -2))
+    return rotated

@@ -75,7 +75,7 @@ def rotation(result: ForwardResult) -> str:
         errors = []
         for shift in SHIFTS:
             rows = dense_rows(result.inputs.weights, case, tokens, positions + shift, queries=0)
-            rotated = rows.k[0].flatten(1)
+            rotated = rows.k[0].double().flatten(1)
             errors.append(float((keys - rotated).norm() / rotated.norm()))
         nearest = min(range(len(SHIFTS)), key=errors.__getitem__)
         if nearest and errors[nearest] < ROTATED < errors[0]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -151,8 +151,8 @@ def _expected(problem: DenseProblem) -> Expected:
         oracle=oracle,
         reference=reference,
         unrounded=unrounded,
-        keys=torch.cat([k for k, _ in new or empty], 1).cpu(),
-        values=torch.cat([v for _, v in new or empty], 1).cpu(),
+        keys=torch.cat([k for k, _ in new or empty], 1).double().cpu(),
+        values=torch.cat([v for _, v in new or empty], 1).double().cpu(),
     )
 
 
@@ -166,14 +166,18 @@ def _rows(problem: DenseProblem, i: int) -> DenseRows:
     rows = _exact_rows(problem, i)
     if case.kv_dtype is not KVDtype.FP8:
         return rows
-    scales = [case.kv_scales(layer) for layer in range(case.num_layers)]
+    k_scales, v_scales = zip(*map(case.kv_scales, range(case.num_layers)), strict=True)
+    k = _from_cache(rows.k, k_scales)
     if case.family is Family.MLA:  # The latent is key and value at once.
-        scales = [(k_scale, k_scale) for k_scale, _ in scales]
-    k, v = (
-        torch.stack([quantize_dequantize(own, scale) for own, scale in zip(of, each, strict=True)])
-        for of, each in zip((rows.k, rows.v), zip(*scales, strict=True), strict=True)
+        return replace(rows, k=k, v=k[..., : case.kv_lora_rank])
+    return replace(rows, k=k, v=_from_cache(rows.v, v_scales))
+
+
+def _from_cache(rows: torch.Tensor, scales: Sequence[float]) -> torch.Tensor:
+    """Rows [L, …] after a round trip through an FP8 cache with a scale for each layer, float64."""
+    return torch.stack(
+        [quantize_dequantize(own.double(), scale) for own, scale in zip(rows, scales, strict=True)]
     )
-    return DenseRows(q=rows.q, k=k, v=v)
 
 
 def _exact_rows(problem: DenseProblem, i: int) -> DenseRows:

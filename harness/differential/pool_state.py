@@ -214,7 +214,7 @@ def _cast(rows: torch.Tensor, scales: Sequence[float], dtype: torch.dtype) -> to
     """Rows [L, …] as the cache holds them, with the scale of each layer."""
     if dtype.itemsize == 1:
         limit = torch.finfo(dtype).max
-        scaled = [own / scale for own, scale in zip(rows, scales, strict=True)]
+        scaled = [own.double() / scale for own, scale in zip(rows, scales, strict=True)]
         rows = torch.stack(scaled).clamp_(-limit, limit)
     return rows.to(dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fixtures.pytest_plugin.traced_sample import OF_PROCESSES
 from harness.core.paths import ROOT
 from harness.sglang.releases import NEWEST, find_release, source_of
 
@@ -41,6 +43,8 @@ def obtained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", RUN, NEWEST, *map(str, scripts)],
         cwd=ROOT,
+        # Nothing that coverage measures runs there.
+        env={name: value for name, value in os.environ.items() if name not in OF_PROCESSES},
         capture_output=True,
         text=True,
         check=False,

@@ -14,6 +14,7 @@ from fixtures.reproduction import WRITABLE, script
 from harness.errors import UsageError
 from harness.sglang.releases import NEWEST, find_release, packages_of, source_of
 
+pytestmark = pytest.mark.untraced
 MLA = f"mla-multi_step_draft-bs2_ragged-sglang-{NEWEST}/trtllm_mla/trtllm_gen-eager"
 MHA = f"mha-multi_step_draft-bs2_ragged-sglang-{NEWEST}/trtllm_mha/xqa-eager"
 VERIFY = f"mha-target_verify-bs2_ragged-sglang-{NEWEST}/trtllm_mha/xqa-eager"
