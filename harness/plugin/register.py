@@ -22,6 +22,9 @@ from harness.plugin.switches import GPU_DELAY, PHASES, is_on
 
 FIRST, RETURNS_STAMP = (0, 5, 14), (0, 5, 18)
 """Releases: older ones are left alone; from the second on a factory's entry returns a name, too."""
+PREFILL_GRAPHS = ("is_in_tc_piecewise_cuda_graph", "is_in_breakable_cuda_graph")
+"""What tells, as far as a release has it, that a prefill is captured or replayed: such a graph has
+one way for all its batches."""
 
 
 def register() -> None:
@@ -78,13 +81,18 @@ def keep_chunked_prefix_cache(backend: str) -> None:
 
 
 def forward_method(served: ServedBackend, attention: Any, forward_batch: Any) -> Any:
-    """How a forward of an MLA model runs: absorbed, but for prefills beside FlashMLA."""
+    """How a forward of an MLA model runs: absorbed, but for eager prefills beside FlashMLA."""
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
         AttnForwardMethod,
     )
 
-    device = forward_batch.seq_lens.device
-    if runs_per_head(attention, forward_batch) and served.capability(device) is FLASH_MLA:
+    in_graph = any(getattr(handlers, name, bool)() for name in PREFILL_GRAPHS)
+    if (
+        not in_graph
+        and runs_per_head(attention, forward_batch)
+        and served.capability(forward_batch.seq_lens.device) is FLASH_MLA
+    ):
         return AttnForwardMethod.MHA_CHUNKED_KV
     return AttnForwardMethod.MLA
 

@@ -63,6 +63,8 @@ def test_a_prefill_beside_flash_mla_runs_per_head_and_keeps_its_chunks(
         "verify on 9.0": "MLA",
         "verify on 10.0": "MLA",
     }
+    assert "MLA" in loaded["in graphs"]
+    assert set(loaded["in graphs"]) <= {"MLA", None}
     assert loaded["chunked"] == [name for name in SERVED if name.startswith("specgate_mla")]
 
 

@@ -23,7 +23,7 @@ from harness.core.paths import ROOT
 from harness.errors import UsageError
 
 BOUNDS = MARGINS["tpot"].bounds(5.0, 16)
-EXAMPLE = ROOT / "docs" / "example" / "bench.jsonl.gz"
+EXAMPLE = ROOT / "docs" / "example" / "gqa.jsonl.gz"
 
 
 def records(
@@ -199,7 +199,7 @@ def test_nothing_is_truncated_at_80_columns(capsys):
     assert "…" not in "".join(lines)
 
 
-def test_the_example_is_judged_as_its_report_says():
+def test_the_night_of_the_example_is_judged_as_it_was():
     run = verdict(findings(read(EXAMPLE)))
     said = {(f.role, f.metric): f.verdict for f in run.findings}
     assert said[Role.CANDIDATE, "step_time"] is BenchVerdict.IMPROVED
