@@ -161,6 +161,16 @@ def test_window_pages_are_mapped_and_unmapped_with_full_ones() -> None:
     assert (slots.allocator.available_pages, swa.available_pages) == (5, 4)
 
 
+def test_all_window_pages_of_a_long_request_are_unmapped() -> None:
+    pool, pages = swa_pool(40, 40), PagedAllocator(40, PAGE)
+    slots = SlotTable(ReqToTokenPool(1, 160), pages, pool, PagedAllocator(40, PAGE))
+    before = pool.full_to_swa_index_mapping.clone()
+    lease = slots.open()
+    slots.reserve(lease, 36 * PAGE)
+    slots.release(lease)
+    assert torch.equal(pool.full_to_swa_index_mapping, before)
+
+
 def test_full_pages_go_back_when_window_pages_run_out() -> None:
     slots = SlotTable(
         ReqToTokenPool(1, 16), PagedAllocator(6, PAGE), swa_pool(6, 2), PagedAllocator(2, PAGE)

@@ -88,6 +88,17 @@ def test_the_least_recently_wanted_leaf_goes_first():
     assert allocator.available_pages == 5
 
 
+def test_every_page_of_a_long_prefix_is_held():
+    allocator = PagedAllocator(40, PAGE)
+    cache = PrefixCache(allocator)
+    tokens = range(36 * PAGE + 1)
+    cache.insert(tokens, len(tokens), allocator.alloc(36))
+    held = cache.acquire(tokens)
+    assert (len(held), cache.clear()) == (36, 0)
+    cache.release(held)
+    assert cache.clear() == 36
+
+
 def test_a_prefix_that_was_wanted_again_outlives_one_that_was_not():
     allocator = PagedAllocator(4, PAGE)
     cache = PrefixCache(allocator)

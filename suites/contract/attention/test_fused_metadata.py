@@ -34,6 +34,7 @@ SHAPES = (
     (3, 32, 18_000, 3),
     (5, 16, 9_000, 3),
     (8, 64, 40_000, 2),
+    (37, 16, 200, 2),
 )
 NAMES = (
     "cache_seqlens", "cu_seqlens_q", "cu_seqlens_k", "page_table", "swa_page_table",
@@ -108,6 +109,7 @@ def test_a_batch_of_1023_requests(device: torch.device) -> None:
     [
         ("decode", 3, 9_000),
         ("multi_step_draft", 3, 9_000),
+        ("multi_step_draft-of-nine", 3, 200),
         ("target_verify", 5, 200),
         # More write locations than a program translates.
         ("target_verify", 260, 60),

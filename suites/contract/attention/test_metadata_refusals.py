@@ -42,6 +42,12 @@ EAGER_ERRORS: tuple[tuple[ForwardMode, dict[str, Any], type[Exception], str], ..
         CapacityError,
         r"seq_lens = 26 .* <= 25",
     ),
+    (
+        ForwardMode.EXTEND,
+        EXTEND_LENS | {"seq_lens_cpu": torch.tensor([8] * 40 + [26])},
+        CapacityError,
+        r"seq_lens = 26 .* <= 25",
+    ),
 )
 
 
