@@ -220,15 +220,17 @@ class Case:
         """Longest length any request may reach: the context and one round of draft tokens."""
         return self.max_context_len + max(self.num_draft_tokens, self.num_steps)
 
-    def kv_scales(self, layer: int) -> tuple[float, float]:
-        """(k_scale, v_scale) of a layer; layers of an FP8 cache differ in them.
+    @property
+    def kv_scales(self) -> tuple[tuple[float, float], ...]:
+        """(k_scale, v_scale) of every layer; layers of an FP8 cache differ in them.
 
         Weighted scores are whole at one k_scale. A scale of 1 stays: some pools have no other.
         """
-        k_scale, v_scale = self.k_scale, self.v_scale
-        if layer == 0 or self.inputs is Inputs.WEIGHTED:
-            return k_scale, v_scale
-        return k_scale if k_scale == 1 else k_scale / 2, v_scale if v_scale == 1 else v_scale / 8
+        k_scale, v_scale = first = self.k_scale, self.v_scale
+        if self.inputs is Inputs.WEIGHTED:
+            return (first,) * self.num_layers
+        own = k_scale if k_scale == 1 else k_scale / 2, v_scale if v_scale == 1 else v_scale / 8
+        return first, own
 
     @property
     def scaling(self) -> float:

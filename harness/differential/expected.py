@@ -166,7 +166,7 @@ def _rows(problem: DenseProblem, i: int) -> DenseRows:
     rows = _exact_rows(problem, i)
     if case.kv_dtype is not KVDtype.FP8:
         return rows
-    k_scales, v_scales = zip(*map(case.kv_scales, range(case.num_layers)), strict=True)
+    k_scales, v_scales = zip(*case.kv_scales, strict=True)
     k = _from_cache(rows.k, k_scales)
     if case.family is Family.MLA:  # The latent is key and value at once.
         return replace(rows, k=k, v=k[..., : case.kv_lora_rank])

@@ -131,7 +131,7 @@ def _cache(pool_state: PoolState, expected: Expected) -> Iterable[Comparison]:
     dtype = getattr(torch, case.dtype)
     for layer in range(case.num_layers):
         keys, values = pool_state.rows(layer, slots)
-        k_scale, v_scale = case.kv_scales(layer)
+        k_scale, v_scale = case.kv_scales[layer]
         pairs = [("key", keys, expected.keys, k_scale)]
         if values is not None:
             pairs.append(("value", values, expected.values, v_scale))

@@ -202,8 +202,11 @@ def _cached_rows(
     positions = torch.cat([torch.arange(len(own), device=device) for own in histories])
     rows = dense_rows(weights.to(device), case, tokens, positions, queries=0)
     dtype = _kv_dtype(case)
-    k_scales, v_scales = zip(*map(case.kv_scales, range(case.num_layers)), strict=True)
-    return _cast(rows.k, k_scales, dtype), _cast(rows.v, v_scales, dtype)
+    k_scales, v_scales = zip(*case.kv_scales, strict=True)
+    keys = _cast(rows.k, k_scales, dtype)
+    if case.family is Family.MLA:  # The latent is key and value at once.
+        return keys, keys[..., : case.kv_lora_rank]
+    return keys, _cast(rows.v, v_scales, dtype)
 
 
 # Trials of a row have the same histories: of its batch and, replayed, of two decoys.

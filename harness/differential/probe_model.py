@@ -113,7 +113,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 def _layer(case: Case, layer_id: int, scaling: float, sinks: torch.Tensor | None) -> RadixAttention:
     mla = case.family is Family.MLA
     windowed = layer_id % 2 == 1
-    k_scale, v_scale = case.kv_scales(layer_id)
+    k_scale, v_scale = case.kv_scales[layer_id]
     return RadixAttention(
         layer_id=layer_id,
         tp_q_head_num=case.num_q_heads,

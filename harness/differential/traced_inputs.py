@@ -100,9 +100,8 @@ def _weights(case: Case, drawn: ProbeWeights, keys: Sequence[tuple[int, int]]) -
     tokens = range(DRAFTED, 1 + columns)
     tracer = make_tracer(tokens, total=1 + columns, q_len=1 + columns, latent=mla, **shape)
     # In an FP8 cache a column holds the same power of two whatever the scale.
-    scales = [(1.0, 1.0)] * case.num_layers
-    if case.kv_dtype is KVDtype.FP8:
-        scales = [case.kv_scales(layer) for layer in range(case.num_layers)]
+    is_fp8 = case.kv_dtype is KVDtype.FP8
+    scales = case.kv_scales if is_fp8 else ((1.0, 1.0),) * case.num_layers
     v = torch.stack([tracer.v * (k_scale if mla else v_scale) for k_scale, v_scale in scales])
     rotated = case.qk_rope_head_dim if mla else dim
     q, k = (torch.zeros(1 + columns, n, rotated) for n in (case.num_q_heads, kv_heads))

@@ -87,7 +87,7 @@ def forward_method(served: ServedBackend, attention: Any, forward_batch: Any) ->
         AttnForwardMethod,
     )
 
-    in_graph = any(getattr(handlers, name, bool)() for name in PREFILL_GRAPHS)
+    in_graph = any(hasattr(handlers, name) and getattr(handlers, name)() for name in PREFILL_GRAPHS)
     if (
         not in_graph
         and runs_per_head(attention, forward_batch)
