@@ -20,6 +20,7 @@ class Capability:
         dtypes: accepted query dtypes.
         kv_dtypes: accepted KV cache dtypes.
         max_group_size: most query heads per KV head.
+        max_fp8_group_elements: most query elements per KV head over an FP8 cache, 0 for any.
         mla_dims: accepted (kv_lora_rank, qk_rope_head_dim) (MLA), empty for any.
         max_q_len: most query tokens per request in a decode call.
         max_window_q_len: the same where a sliding window is on.
@@ -43,6 +44,7 @@ class Capability:
     dtypes: frozenset[Dtype]
     kv_dtypes: frozenset[KVDtype]
     max_group_size: int = 64
+    max_fp8_group_elements: int = 0
     mla_dims: frozenset[tuple[int, int]] = frozenset()
     max_q_len: int = 16
     max_window_q_len: int = 16
@@ -77,6 +79,7 @@ XQA = Capability(
     dtypes=HALF,
     kv_dtypes=HALF_KV,
     max_group_size=32,
+    max_fp8_group_elements=30 * 256,
     max_window_q_len=1,
     needs_packed_mask=True,
     compute_capabilities=frozenset({(9, 0), (12, 0), (12, 1)}),
@@ -84,12 +87,15 @@ XQA = Capability(
         budget_factor=1.25,
         rounds_query=DECODE_KERNEL,
         rounds_weights=DECODE_KERNEL,
+        unrounded_with_sinks=frozenset({Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2}),
         spreads_nan=frozenset({KVDtype.FP8}),
         source="flashinfer 0.6.12, csrc/xqa: split keys leave 16-bit partial results; over an FP8 "
-        "cache mha_sm90.cu multiplies in FP8 and loads whole pages",
+        "cache mha_sm90.cu multiplies in FP8 and loads whole pages; where several queries meet "
+        "sinks, flashinfer/xqa.py takes mha.cu in its place",
     ),
     source="flashinfer 0.6.12, flashinfer/xqa.py; csrc/xqa/mha.cu holds 32 query heads of 256, and "
-    "has no window for queries in front of the last",
+    "has no window for queries in front of the last; mha_sm90.cu joins split keys of 32 heads of "
+    "256 in 66,624 bytes of shared memory, of 31 in 64,544, and its launch has 63,360",
 )
 TRTLLM_GEN_MHA = Capability(
     name="trtllm_gen",
@@ -258,7 +264,12 @@ def _limits(case: Case, capability: Capability) -> tuple[Limit, ...]:
 
 def _mha_limits(case: Case, capability: Capability) -> tuple[Limit, ...]:
     dims = capability.head_dims
-    return ((not dims or case.head_dim in dims, "head_dim", case.head_dim, dims),)
+    most, elements = capability.max_fp8_group_elements, case.group_size * case.head_dim
+    held = not most or case.kv_dtype is not KVDtype.FP8 or elements <= most
+    return (
+        (not dims or case.head_dim in dims, "head_dim", case.head_dim, dims),
+        (held, "group_size * head_dim", elements, f"<= {most} over an FP8 cache"),
+    )
 
 
 def _mla_limits(case: Case, capability: Capability) -> tuple[Limit, ...]:

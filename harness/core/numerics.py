@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.core.case import Case, Execution, Inputs, KVDtype, Mode
 
@@ -24,6 +24,7 @@ class Numerics:
             before it rounds it so, or rounds it for some of the keys; the oracle cannot repeat
             that, the budget allows for it.
         rounds_weights: modes in which it rounds softmax weights to FP8 over an FP8 cache.
+        unrounded_with_sinks: modes in which it rounds neither where there are attention sinks.
         spreads_nan: cache dtypes and modes in which it multiplies masked values by zero instead of
             skipping them, so that a NaN in an unwritten slot of a live page spreads.
         attends_new_keys: forwards that take the batch's own keys and values as they are, not as
@@ -36,10 +37,22 @@ class Numerics:
     rounds_query: frozenset[Mode] = frozenset()
     scales_query: frozenset[Mode] = frozenset()
     rounds_weights: frozenset[Mode] = frozenset()
+    unrounded_with_sinks: frozenset[Mode] = frozenset()
     spreads_nan: frozenset[KVDtype | Mode] = frozenset()
     attends_new_keys: frozenset[tuple[Mode, Execution]] = frozenset()
     merges: frozenset[tuple[Mode, Execution]] = frozenset()
     source: str = ""
+
+    def of(self, case: Case) -> Numerics:
+        """In the forwards of a case, without the roundings over an FP8 cache that these lack."""
+        plain = self.unrounded_with_sinks if case.sinks else frozenset[Mode]()
+        if case.kv_dtype is not KVDtype.FP8:
+            plain = ANY_MODE
+        return replace(
+            self,
+            rounds_query=self.rounds_query - plain,
+            rounds_weights=self.rounds_weights - plain,
+        )
 
     def budget(self, case: Case, execution: Execution) -> float:
         """Times the error that a plain implementation is allowed, in a forward.

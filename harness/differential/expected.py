@@ -105,9 +105,8 @@ def expect(
         execution: of the forward.
         device: that computes, in float64 everywhere; the results are on the host.
     """
-    case, batch = inputs.case, inputs.tested
-    is_fp8 = case.kv_dtype is KVDtype.FP8
-    rounds_query = is_fp8 and case.mode in numerics.rounds_query
+    case, batch, numerics = inputs.case, inputs.tested, numerics.of(inputs.case)
+    rounds_query = case.mode in numerics.rounds_query
     return _expected(
         DenseProblem(
             case=case,
@@ -118,7 +117,7 @@ def expect(
             fed_tokens=None if fed_tokens is None else tuple(map(tuple, fed_tokens.tolist())),
             rounds_query=rounds_query,
             asks_rounded=rounds_query and case.mode not in numerics.scales_query,
-            rounds_weights=is_fp8 and case.mode in numerics.rounds_weights,
+            rounds_weights=case.mode in numerics.rounds_weights,
             attends_new_keys=(case.mode, execution) in numerics.attends_new_keys,
             device=torch.device(device),
         )

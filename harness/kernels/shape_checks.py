@@ -69,6 +69,13 @@ def query_and_cache(
         group,
         f"<= {capability.max_group_size} on {name}",
     )
+    most, elements = capability.max_fp8_group_elements, group * q.shape[2]
+    yield (
+        not most or keys.dtype != FP8 or elements <= most,
+        "group_size * q.head_dim",
+        elements,
+        f"<= {most} on {name} with an FP8 cache",
+    )
 
 
 def _dtypes(capability: Capability, query: torch.dtype, cache: torch.dtype) -> Iterator[ShapeCheck]:

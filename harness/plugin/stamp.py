@@ -38,6 +38,8 @@ _HOST_GAP = tl.constexpr(int(StepPhase.HOST_GAP))
 _METADATA = tl.constexpr(int(StepPhase.METADATA))
 _BACK = tl.constexpr(BACK)
 _HEAD = tl.constexpr(3)
+LANES = 1 << (len(StepPhase) - 1).bit_length()
+_LANES = tl.constexpr(LANES)
 
 
 @triton.jit(do_not_specialize=["phase"])
@@ -45,11 +47,15 @@ def stamp(state, phase):  # type: ignore[no-untyped-def]
     """End the phase that runs and begin another.
 
     Args:
-        state: [3 + 2 * len(StepPhase)] int64: the last stamp's time in ns, the phase that runs,
-            the one below metadata; then ns by phase, and by phase how often it began.
+        state: [3 + 2 * LANES] int64: the last stamp's time in ns, the phase that runs, the one
+            below metadata; then ns by phase, and by phase how often it began.
         phase: of ``StepPhase``, or ``BACK``.
     """
     now = globaltimer()
+    # All is read at once, for a stamp lasts as long as its reads that wait for one another.
+    lane = tl.arange(0, _LANES)
+    times, counts = state + _HEAD + lane, state + _HEAD + _LANES + lane
+    spent, began = tl.load(times), tl.load(counts)
     last, current, below = tl.load(state), tl.load(state + 1), tl.load(state + 2)
     below = tl.where(current == _METADATA, below, current)
     following = tl.where(phase == _BACK, below, phase)
@@ -58,10 +64,8 @@ def stamp(state, phase):  # type: ignore[no-untyped-def]
     following = tl.where(outside, current, following)
     # What a prefill ends was no gap between two steps.
     ended = tl.where((current == _HOST_GAP) & (following == _OUTSIDE), _OUTSIDE, current)
-    spent = state + _HEAD + ended
-    tl.store(spent, tl.load(spent) + now - last)
-    began = state + _HEAD + _BACK + following
-    tl.store(began, tl.load(began) + (following == phase).to(tl.int64))
+    tl.store(times, spent + tl.where(lane == ended, now - last, 0))
+    tl.store(counts, began + ((lane == following) & (following == phase)).to(tl.int64))
     tl.store(state, now)
     tl.store(state + 1, following)
     tl.store(state + 2, below)
@@ -75,7 +79,7 @@ class Timeline:
     """
 
     def __init__(self, device: torch.device | str) -> None:
-        self._state = torch.zeros(3 + 2 * len(StepPhase), dtype=torch.int64, device=device)
+        self._state = torch.zeros(3 + 2 * LANES, dtype=torch.int64, device=device)
         self.stamp(StepPhase.OUTSIDE)
 
     def stamp(self, phase: int) -> None:
@@ -87,5 +91,5 @@ class Timeline:
         if self._state.is_cuda:  # stamps may be on another stream than this copy
             torch.cuda.synchronize(self._state.device)
         numbers = self._state.tolist()[3:]
-        spent, began = numbers[: len(StepPhase)], numbers[len(StepPhase) :]
+        spent, began = numbers[:LANES], numbers[LANES:]
         return {phase: (spent[phase] / 1e3, began[phase]) for phase in StepPhase if began[phase]}

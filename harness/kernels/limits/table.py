@@ -38,6 +38,7 @@ FP16, FP32, FP8_KV = {"dtype": Dtype.FP16}, {"dtype": Dtype.FP32}, {"kv_dtype": 
 FP8_QUERY = {"fp8_query": True}
 WINDOWED, SINKS = {"window_left": 20}, {"sinks": True}
 NAN = {"poison": float("nan")}
+WIDE = {"head_dim": 256}
 CONTEXT = {"entry": "context", "q_len": 37}
 MLA_DECODE, MLA_CONTEXT = {"entry": "mla_decode"}, {"entry": "mla_context", "q_len": 37}
 LimitRow = tuple[str, dict[str, Any]]
@@ -114,6 +115,7 @@ TABLE: tuple[tuple[Capability, dict[str, Any], bool, tuple[LimitRow, ...]], ...]
             ("kv_dtype float8_e4m3fn, bmm2_scale 3", FP8_KV | {"bmm2_scale": 3.0}),
             ("kv_dtype float8_e4m3fn, 400 in unread slots", FP8_KV | {"poison": LARGE}),
             ("kv_dtype float8_e4m3fn, context", FP8_KV | CONTEXT),
+            ("kv_dtype float8_e4m3fn, group_size 30, head_dim 256", FP8_KV | WIDE | {"heads": 60}),
         ),
     ),
     (XQA, {"entry": "decode"}, False, MHA_BEYOND),
@@ -123,6 +125,8 @@ TABLE: tuple[tuple[Capability, dict[str, Any], bool, tuple[LimitRow, ...]], ...]
         False,
         (
             ("group_size 64, head_dim 256", {"heads": 128, "head_dim": 256}),
+            ("kv_dtype float8_e4m3fn, group_size 31, head_dim 256", FP8_KV | WIDE | {"heads": 62}),
+            ("kv_dtype float8_e4m3fn, group_size 32, head_dim 256", FP8_KV | WIDE | {"heads": 64}),
             ("window_left 20, q_len 4", {"q_len": 4} | WINDOWED),
             ("packed_mask None, q_len 4", {"q_len": 4, "masked": False}),
             ("query float8_e4m3fn", FP8_KV | FP8_QUERY),

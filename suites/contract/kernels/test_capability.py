@@ -29,6 +29,13 @@ ROWS: tuple[tuple[Capability, Case, str | None], ...] = (
     (XQA, replace(MHA, page_size=8), "refuses page_size 8: accepts ['128', '16', '32', '64']"),
     (XQA, replace(MHA, dtype=Dtype.FP32), f"refuses dtype float32: accepts {HALVES}"),
     (XQA, replace(MHA, num_q_heads=66), "refuses group_size 33: accepts <= 32"),
+    (XQA, replace(MHA, num_q_heads=64, head_dim=256), None),
+    (XQA, replace(MHA, num_q_heads=60, head_dim=256, kv_dtype=KVDtype.FP8), None),
+    (
+        XQA,
+        replace(MHA, num_q_heads=62, head_dim=256, kv_dtype=KVDtype.FP8),
+        "refuses group_size * head_dim 7936: accepts <= 7680 over an FP8 cache",
+    ),
     (XQA, replace(VERIFY, num_draft_tokens=17), "refuses q_len 17: accepts <= 16"),
     # The steps of a draft are calls of one query token each; ragged queries have no such limit.
     (XQA, replace(MHA, mode=Mode.MULTI_STEP_DRAFT, num_steps=19, window_left=8), None),

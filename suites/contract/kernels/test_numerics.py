@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from fixtures.tables import find
+from harness.core.capability import XQA
 from harness.core.case import Case, Execution, KVDtype, Mode
 from harness.core.numerics import LARGE, PLAIN, Numerics
 from harness.core.tolerance import budget
@@ -94,6 +96,17 @@ def test_other_modes_and_caches_are_asked_as_before(case: str) -> None:
         expected(find(case), ROUNDS), expected(find(case), PLAIN), strict=True
     ):
         assert torch.equal(changed, plain)
+
+
+@pytest.mark.parametrize("mode", ["decode", "target_verify", "draft_extend_v2"])
+def test_several_queries_meet_sinks_in_a_kernel_that_rounds_neither(mode: str) -> None:
+    case = find(f"mha-{mode}-fp8_cache")
+    plain = expected(replace(case, sinks=True), PLAIN)
+    found = expected(replace(case, sinks=True), XQA.numerics)
+    for own, other in zip(found, plain, strict=True):
+        assert torch.equal(own, other) == (mode != "decode")
+    without = expected(case, XQA.numerics)
+    assert not any(map(torch.equal, without, expected(case, PLAIN)))
 
 
 def test_a_budget_grows_by_the_factor_in_every_part() -> None:

@@ -85,6 +85,11 @@ def many_heads(call: Arguments) -> Arguments:
     return {"q": torch.zeros(4, 130, 64, dtype=torch.bfloat16)}
 
 
+def many_wide_heads(call: Arguments) -> Arguments:
+    cache = torch.zeros(6, 16, 2, 256).to(FP8)
+    return {"q": torch.zeros(4, 64, 256, dtype=torch.bfloat16), "caches": (cache, cache)}
+
+
 def head_dim_80(call: Arguments) -> Arguments:
     cache = torch.zeros(6, 16, 2, 80, dtype=torch.bfloat16)
     q = torch.zeros(4, 8, 80, dtype=torch.bfloat16)
@@ -152,6 +157,7 @@ DECODE_ROWS: tuple[tuple[Capability, Change, str], ...] = (
     (REFERENCE, given(q=torch.zeros(4, 8, 32, dtype=torch.bfloat16)), r"q.head_dim = 32 .* 64"),
     (REFERENCE, given(q=torch.zeros(4, 7, 64, dtype=torch.bfloat16)), r"q.heads = 7"),
     (XQA, many_heads, r"group_size = 65 .* <= 32 on xqa"),
+    (XQA, many_wide_heads, r"group_size \* q.head_dim = 8192 .* <= 7680 on xqa with an FP8 cache"),
     (XQA, given(window_left=8), r"window_left = 8 .* -1 on xqa where q_len_per_req > 1"),
     (XQA, given(q_len_per_req=0), r"q_len_per_req = 0 .* 1 … 16"),
     (XQA, given(q_len_per_req=17), r"q_len_per_req = 17 .* 1 … 16"),

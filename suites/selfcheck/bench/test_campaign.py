@@ -66,6 +66,30 @@ def test_unless_both_passes_and_blocks_are_given_a_shape_is_sized():
         assert bench.setup(bench.parser().parse_args([*words, *more])).sized is sized
 
 
+def test_a_margin_narrows_the_step_time_alone_and_is_what_is_injected():
+    words = ["--a", "sglang:shape=llama-3.1-8b,phases=on", "--sessions", "A/A"]
+    usual, narrowed = (
+        bench.setup(bench.parser().parse_args([*words, *more]))
+        for more in ([], ["--margin", "0.005"])
+    )
+    for before, after in zip(usual.margins, narrowed.margins, strict=True):
+        if before.metric != "step_time":
+            assert after == before
+            continue
+        assert (before.delta0, before.delta1) == (0.002, 0.01)
+        assert (after.delta0, after.delta1) == (0.001, 0.005)
+    assert (usual.slowdown, narrowed.slowdown) == (0.01, 0.005)
+    more = ["--margin", "0.005", "--injected", "0.02"]
+    assert bench.setup(bench.parser().parse_args([*words, *more])).slowdown == 0.02
+
+
+def test_phases_may_cost_half_a_percent_and_no_other_row_has_a_margin_of_its_own():
+    margins = {row.id: row.margin for row in ROWS if row.margin is not None}
+    assert margins == {"phases": 0.005}
+    words = COMPARISONS["phases"].words(139.0)
+    assert words[words.index("--margin") + 1] == "0.005"
+
+
 @pytest.fixture
 def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An interpreter that writes down its GPU and its words, and takes a while."""

@@ -163,9 +163,9 @@ def test_each_row_is_planned_once_on_its_kernel() -> None:
     assert not any(MARK in name for name, _, _ in everything[: -len(planned)])
 
 
-@pytest.mark.parametrize(("covering", "many"), [(None, 0), (0, 0), (2, 63)])
-def test_a_gpu_runs_them_where_it_is_asked_to(covering: int | None, many: int) -> None:
-    rows = [case.id for case, _, _ in trials(gpu=(9, 0), covering=covering)]
+@pytest.mark.parametrize(("asked", "many"), [({}, 63), ({"covering": 0}, 0), ({"covering": 2}, 63)])
+def test_a_gpu_runs_pairs_unless_it_is_asked_otherwise(asked: dict[str, int], many: int) -> None:
+    rows = [case.id for case, _, _ in trials(gpu=(9, 0), **asked)]
     assert sum(MARK in name for name in rows) == many
 
 
