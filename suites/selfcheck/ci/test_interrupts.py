@@ -26,7 +26,7 @@ BENCH = ("bench", "--a", "embedded:", "--b", "embedded:", "--out")
 
 def has_begun(program: subprocess.Popen[str]) -> bool:
     """Whether Python has read our first module: its argparse was needed for that."""
-    return bool(psutil.Process(program.pid).cpu_times().user > 0.3)
+    return bool(psutil.Process(program.pid).cpu_times().user > 0.2)
 
 
 def has_children(program: subprocess.Popen[str]) -> bool:
