@@ -45,9 +45,10 @@ class Numerics:
 
     def of(self, case: Case) -> Numerics:
         """In the forwards of a case, without the roundings over an FP8 cache that these lack."""
-        plain = self.unrounded_with_sinks if case.sinks else frozenset[Mode]()
         if case.kv_dtype is not KVDtype.FP8:
             plain = ANY_MODE
+        else:
+            plain = self.unrounded_with_sinks if case.sinks else frozenset[Mode]()
         return replace(
             self,
             rounds_query=self.rounds_query - plain,

@@ -37,7 +37,8 @@ _OUTSIDE = tl.constexpr(int(StepPhase.OUTSIDE))
 _HOST_GAP = tl.constexpr(int(StepPhase.HOST_GAP))
 _METADATA = tl.constexpr(int(StepPhase.METADATA))
 _BACK = tl.constexpr(BACK)
-_HEAD = tl.constexpr(3)
+HEAD = 3
+_HEAD = tl.constexpr(HEAD)
 LANES = 1 << (len(StepPhase) - 1).bit_length()
 _LANES = tl.constexpr(LANES)
 
@@ -47,7 +48,7 @@ def stamp(state, phase):  # type: ignore[no-untyped-def]
     """End the phase that runs and begin another.
 
     Args:
-        state: [3 + 2 * LANES] int64: the last stamp's time in ns, the phase that runs, the one
+        state: [HEAD + 2 * LANES] int64: the last stamp's time in ns, the phase that runs, the one
             below metadata; then ns by phase, and by phase how often it began.
         phase: of ``StepPhase``, or ``BACK``.
     """
@@ -79,7 +80,7 @@ class Timeline:
     """
 
     def __init__(self, device: torch.device | str) -> None:
-        self._state = torch.zeros(3 + 2 * LANES, dtype=torch.int64, device=device)
+        self._state = torch.zeros(HEAD + 2 * LANES, dtype=torch.int64, device=device)
         self.stamp(StepPhase.OUTSIDE)
 
     def stamp(self, phase: int) -> None:
@@ -90,6 +91,6 @@ class Timeline:
         """Microseconds of every phase that began, and how often it did; waits for the device."""
         if self._state.is_cuda:  # stamps may be on another stream than this copy
             torch.cuda.synchronize(self._state.device)
-        numbers = self._state.tolist()[3:]
+        numbers = self._state.tolist()[HEAD:]
         spent, began = numbers[:LANES], numbers[LANES:]
         return {phase: (spent[phase] / 1e3, began[phase]) for phase in StepPhase if began[phase]}
