@@ -82,11 +82,14 @@ class RayCluster:
         # A driver that waits for its first node must not be told of each try.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        at = ROOT if address is None else tree
+        if address is None:  # workers have this process's packages, wherever they are
+            paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        else:
+            paths = [str(tree)] if tree else []
         environment: dict[str, Any] = (
-            {"working_dir": str(ROOT), "excludes": LEFT_AT_HOME}
-            if at is None
-            else {"env_vars": {"PYTHONPATH": str(at)}}
+            {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
+            if paths
+            else {"working_dir": str(ROOT), "excludes": LEFT_AT_HOME}
         )
         quiet = {"logging_level": "ERROR", "log_to_driver": False, "runtime_env": environment}
         try:

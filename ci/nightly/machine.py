@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -104,7 +105,10 @@ def row_of(config: dict[str, Any], sm: Sm) -> dict[str, Any]:
 
 
 def installed_gpus() -> list[tuple[str, Sm]]:
-    """(name, compute capability) of every GPU; none where there is no driver."""
+    """(name, compute capability) of every GPU that ``CUDA_VISIBLE_DEVICES`` leaves.
+
+    None where there is no driver.
+    """
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -113,7 +117,17 @@ def installed_gpus() -> list[tuple[str, Sm]]:
         handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
         return [
             (pynvml.nvmlDeviceGetName(gpu), tuple(pynvml.nvmlDeviceGetCudaComputeCapability(gpu)))
-            for gpu in handles
+            for index, gpu in enumerate(handles)
+            if is_visible(index, pynvml.nvmlDeviceGetUUID(gpu))
         ]
     finally:
         pynvml.nvmlShutdown()
+
+
+def is_visible(index: int, uuid: str) -> bool:
+    """Whether ``CUDA_VISIBLE_DEVICES`` names this GPU, by its index or by how its UUID begins."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return True
+    named = [word.strip() for word in listed.split(",")]
+    return any(word == str(index) or uuid.startswith(word or " ") for word in named)

@@ -41,6 +41,10 @@ def parser() -> argparse.ArgumentParser:
         "out", type=Path, metavar="OUT", help="holds part-0/, part-1/, … afterwards"
     )
     builds.add_argument("--size", type=size, default="38M", help="of one part at most")
+    several = {"nargs": "+", "choices": LANES, "default": [LANES[0]], "metavar": "LANE"}
+    builds.add_argument(
+        "--lane", dest="lanes", **several, help=f"of {', '.join(LANES)}: what is to be run"
+    )
     runs = verbs.add_parser("run", help="unpack a bundle once and run a lane on it")
     runs.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder that build wrote")
     told = "run a lane with what is installed here on the CPU, as a dry run of a kind of GPU"
@@ -51,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     for verb in (runs, rehearses):
         signs = "key of SSH that signs the file, in KIND.xz.sig"
         verb.add_argument("--sign", type=Path, metavar="KEY", help=signs)
-    for verb in (builds, runs, rehearses):
+    for verb in (runs, rehearses):
         verb.add_argument("--lane", choices=LANES, default=LANES[0], help="what is to be run")
     return made
 
@@ -78,7 +82,7 @@ def main(argv: list[str]) -> int:
             )
         if rest:
             commands.error(f"unrecognized arguments: {' '.join(rest)}")
-        for part in build(options.out, options.size, options.lane):
+        for part in build(options.out, options.size, options.lanes):
             print(f"{part.stat().st_size:>10,} {part}")
     except UsageError as error:
         print(f"offline: {error}", file=sys.stderr)

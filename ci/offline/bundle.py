@@ -12,7 +12,7 @@ import tarfile
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -38,19 +38,19 @@ def specification() -> dict[str, Any]:
         return tomllib.load(file)
 
 
-def build(out: Path, part_size: int, lane: str = "gpu") -> list[Path]:
+def build(out: Path, part_size: int, lanes: Sequence[str] = ("gpu",)) -> list[Path]:
     """Write the bundle's parts, ``OUT/part-N/DIGEST.N-of-COUNT``, and remove those of an older one.
 
     Args:
         out: made where missing.
         part_size: bytes of a part at most.
-        lane: what will run on it.
+        lanes: what will run on it.
 
     Raises:
         UsageError: a package cannot be downloaded.
     """
     spec = specification()
-    tables = spec["lanes"][lane]
+    tables = [*dict.fromkeys(table for lane in lanes for table in spec["lanes"][lane])]
     packages = {k: v for table in tables if table != SERVED for k, v in spec[table].items()}
     with tempfile.TemporaryDirectory() as folder:
         site = Path(folder, "site")

@@ -55,6 +55,19 @@ def test_kinds_are_one_verdict(cluster: LocalCluster, tmp_path: Path) -> None:
     eventually(lambda: not asked_processes())
 
 
+def test_workers_on_this_machine_have_the_packages_of_the_command(tmp_path: Path) -> None:
+    """As those of a bundle, which lie on no path of the interpreter's own."""
+    (tmp_path / "carried_plugin.py").write_text("import carried_package\n")
+    (tmp_path / "carried_package.py").write_text("")
+    report = ("--report", str(tmp_path / "report"))
+    words = ["-k", "mha-decode-bs2_ragged and eager", "-p", "carried_plugin"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ci.cluster", "run", *report, "--", *words], cwd=ROOT, check=False,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_kind_that_nobody_has_is_red_and_named(cluster: LocalCluster, tmp_path: Path) -> None:
     more = ("--declared", "--kinds", "sm90,sm120", "--workers-per-gpu", "1", "--wait", "1")
     words = command(cluster, tmp_path, "mha-decode-bs2_ragged and xqa", *more)

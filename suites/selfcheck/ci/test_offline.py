@@ -95,7 +95,7 @@ def test_a_release_has_an_interpreter_that_finds_it_first(wheel: Path, tmp_path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bundle, "specification", lambda: served)
         patch.setattr(bundle, "download", lambda of, *_: [older if of == {"pack": "0"} else wheel])
-        bundle.build(tmp_path / "out", 1 << 20, "nightly")
+        bundle.build(tmp_path / "out", 1 << 20, ["nightly"])
     cache = tmp_path / "a 'cache'"
     site = run.unpack(tmp_path / "out", cache)
     run.write_pythons(site, cache)

@@ -47,7 +47,7 @@ def test_pins_are_those_of_the_lane() -> None:
     read = [(ROOT / "ci" / f"constraints{kind}.txt").read_text() for kind in ("", "-gpu")]
     lines = "".join(read).lower().splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
-    ours = spec["packages"] | spec["test"] | {"torch": spec["machine"]["torch"]}
+    ours = spec["packages"] | spec["test"] | spec["cluster"] | {"torch": spec["machine"]["torch"]}
     for name, version in ours.items():
         assert pinned[name] == version, name
     for wanted in WANTED.values():
@@ -76,8 +76,10 @@ def test_a_lane_takes_its_tables_along(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(bundle, "strip", lambda site, *_: site.mkdir())
     monkeypatch.setattr(bundle, "fetch_release", lambda *_: None)
     for lane in cli.LANES:
-        bundle.build(tmp_path, 1 << 20, lane)
-    gpu, nightly, older, accept_lengths, bench, same, campaign, again, server, upstream = asked
+        bundle.build(tmp_path, 1 << 20, [lane])
+    gpu, nightly, older, accept_lengths, bench, same, campaign, again, server, upstream, *rest = (
+        asked
+    )
     assert gpu == spec["packages"] | spec["test"]
     assert nightly == gpu | spec["sglang"]
     assert {"sglang", "altair", "schemathesis"} <= set(nightly)
@@ -89,6 +91,10 @@ def test_a_lane_takes_its_tables_along(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert wanted.keys() <= nightly.keys()
     assert upstream == nightly | spec["upstream"]
     assert upstream["sglang"] != nightly["sglang"]
+    assert rest == [gpu | spec["cluster"]]
+    asked.clear()
+    bundle.build(tmp_path, 1 << 20, ["server", "cluster"])
+    assert asked == [nightly | spec["cluster"]]
 
 
 @pytest.mark.parametrize(("text", "count"), [("1K", 1024), ("38M", 38 << 20), ("2G", 2 << 30)])
@@ -115,5 +121,5 @@ def test_build_prints_its_parts(
 
     monkeypatch.setattr(cli, "build", stand_in)
     assert cli.main(["build", "out", "--size", "1M", "--lane", "nightly"]) == 0
-    assert asked == [Path("out"), 1 << 20, "nightly"]
+    assert asked == [Path("out"), 1 << 20, ["nightly"]]
     assert capsys.readouterr().out.split() == ["12,345", str(part)]

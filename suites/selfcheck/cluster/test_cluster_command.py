@@ -13,6 +13,7 @@ from ci import __main__ as ci
 from ci.cluster import __main__ as command
 from ci.cluster import lanes, machine
 from ci.cluster.lanes import kinds_of, work
+from ci.nightly.machine import is_visible
 from harness.core.paths import ROOT
 from harness.errors import UsageError
 
@@ -144,6 +145,21 @@ def test_a_machine_of_several_kinds_is_refused(
         machine.resources_here()
     assert machine.main([]) == 2
     assert capsys.readouterr().err.startswith("cluster: GPUs = ")
+
+
+@pytest.mark.parametrize(
+    ("listed", "seen"),
+    [(None, "ab"), ("0", "a"), ("1,0", "ab"), ("GPU-b0", "b"), ("", ""), ("3", ""), ("-1", "")],
+)
+def test_a_machine_offers_the_gpus_that_cuda_shows(
+    monkeypatch: pytest.MonkeyPatch, listed: str | None, seen: str
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if listed is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    uuids = {"a": "GPU-a0-1", "b": "GPU-b0-2"}
+    found = (name for index, name in enumerate(uuids) if is_visible(index, uuids[name]))
+    assert "".join(found) == seen
 
 
 def test_a_machine_without_gpus_offers_its_cores(
