@@ -30,6 +30,7 @@ PYTHONS_FOLDER = "specgate-pythons"
 SERVED = "releases"
 INSTALLED = ("purelib", "platlib")
 STRIPPED_FROM = 1 << 20
+EXECUTABLE = 0o111
 
 
 def specification() -> dict[str, Any]:
@@ -98,7 +99,9 @@ def unpack_wheel(wheel: Path, site: Path, left_out: Iterable[str]) -> None:
             top, _, rest = member.filename.partition("/")
             if top.endswith(".data") and rest.startswith(INSTALLED):
                 member.filename = rest.partition("/")[2]
-            archive.extract(member, site)
+            path = Path(archive.extract(member, site))
+            if member.external_attr >> 16 & EXECUTABLE:
+                path.chmod(path.stat().st_mode | EXECUTABLE)
 
 
 def strip(site: Path, architecture: int, kernels: Mapping[str, str]) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,15 +95,33 @@ def watch_interpreter() -> None:
     # It copies whole storages to the host and back, which on a CPU are the same memory.
     executor._init_args_hst = lambda self, args, kwargs: (list(args), dict(kwargs))
     executor._restore_args_dev = lambda *_: None
-    # What a kernel calls finds the language patched: the interpreter would patch it at each call.
-    interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(
-        *args, **kwargs
-    )
+    interpreter.InterpretedFunction.__call__ = _called(interpreter)
     for access in ("load", "store"):
         _check_pointers(builder, access)
     _round_to_nearest(builder, interpreter)
     _multiply_bfloat16(builder, interpreter)
     _read_clock(builder, interpreter)
+
+
+def _called(interpreter: Any) -> Callable[..., object]:
+    """A function that a kernel calls; the interpreter's own patches the language at each call.
+
+    A launch patches the modules that its kernel names. A function of another file may name others:
+    those of ``triton.language.standard`` name ``triton.language.core``.
+    """
+    language = interpreter.tl
+
+    @cache
+    def named(function: Callable[..., object]) -> list[Any]:
+        values = function.__globals__.values()
+        return [one for one in (language, language.core) if any(value is one for value in values)]
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> object:
+        if any(language.core.is_builtin(one.load) for one in named(self.fn)):
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    return call
 
 
 def _multiply_bfloat16(builder: Any, interpreter: Any) -> None:

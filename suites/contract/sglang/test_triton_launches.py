@@ -53,6 +53,17 @@ def multiply(left, right, made, SIZE: tl.constexpr):
 
 
 @triton.jit
+def twice(value):
+    return value + tl.zeros_like(value) + value
+
+
+@triton.jit
+def doubled(source, made, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(made + at, twice(tl.load(source + at)))
+
+
+@triton.jit
 def assembly(made):
     tl.store(made, tl.inline_asm_elementwise(
         "mov.u32 $0, %%smid;", "=r", [], dtype=tl.int32, is_pure=True, pack=1
@@ -87,6 +98,9 @@ left = torch.full((16, 16), 1.5, dtype=torch.bfloat16)
 right = torch.arange(256, dtype=torch.bfloat16).view(16, 16)
 product = torch.zeros(16, 16)
 multiply[(1,)](left, right, product, SIZE=16)
+doubles = [torch.zeros(8, dtype=torch.int32) for _ in range(2)]
+for one in doubles:  # the second launch finds what the first one left patched
+    doubled[(1,)](source, one, BLOCK=8)
 exact = torch.tensor([1 + 2.0**-8 + 2.0**-20, 3.0, float("inf")] + [0.0], dtype=torch.float32)
 halves = torch.zeros(4, dtype=torch.bfloat16)
 cast[(1,)](exact, halves, BLOCK=4)
@@ -100,6 +114,7 @@ print(json.dumps({
     "past_load": refusal(5, 8),
     "past_store": refusal(8, 4),
     "unknown_assembly": unknown_assembly(),
+    "doubles": [one.tolist() for one in doubles],
     "product": product.tolist(),
     "bfloat16": halves.float().tolist(),
     "fp8": rounded.float().tolist(),
@@ -127,6 +142,11 @@ def test_a_launch_is_one_operation(seen: dict[str, Any]) -> None:
 
 def test_a_recorded_launch_is_replayed_on_what_the_memory_holds_then(seen: dict[str, Any]) -> None:
     assert seen["replayed"] == [10 * i + 1 for i in range(8)]
+
+
+def test_a_kernel_calls_functions_of_its_own_file_and_of_triton(seen: dict[str, Any]) -> None:
+    """Those of ``triton.language.standard`` name a module that the kernel does not."""
+    assert seen["doubles"] == [[20 * i for i in range(8)]] * 2
 
 
 def test_masked_accesses_inside_the_memory_are_accepted(seen: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from harness.errors import UsageError
 from harness.upstream.released_wheel import WHEELS, Wheel
 
 LEFT_OUT = ["*/huge.so", "pack/sm100/*", "*/tests/*", "*.data/scripts/*"]
+PROGRAM = "pack/core/daemon"
 WHEEL = {
     "pack/__init__.py": b"version = 1",
     "pack/data/kernel.cu": b"\0" * 5000 + bytes(range(256)) * 20,
@@ -36,6 +37,7 @@ WHEEL = {
     "pack-1.0.dist-info/METADATA": b"Name: pack\nVersion: 1.0",
     "pack.pth": b"import nothing\nparts/python\nparts/gone\n",
     "parts/python/part.py": b"",
+    PROGRAM: b"#!/bin/sh",
 }
 METADATA = "pack-1.0.dist-info/METADATA"
 RELEASED = {f"specgate-wheels/{version}/backend.py" for version in WHEELS}
@@ -46,6 +48,7 @@ INSTALLED = RELEASED | {
     "plat.py",
     "pack.pth",
     "parts/python/part.py",
+    PROGRAM,
     METADATA,
 }
 
@@ -56,7 +59,9 @@ def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     path = tmp_path / "pack-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in WHEEL.items():
-            archive.writestr(name, content)
+            info = zipfile.ZipInfo(name)
+            info.external_attr = (0o755 if name == PROGRAM else 0o644) << 16
+            archive.writestr(info, content)
     spec = bundle.specification() | {"left_out": {"patterns": LEFT_OUT, "of_releases": []}}
     monkeypatch.setattr(bundle, "specification", lambda: spec)
     monkeypatch.setattr(bundle, "download", lambda *_: [path])
@@ -84,6 +89,8 @@ def test_bundle_comes_out_as_it_went_in(wheel: Path, tmp_path: Path) -> None:
     assert files(site) == INSTALLED
     assert (site / "pack/data/kernel.cu").read_bytes() == WHEEL["pack/data/kernel.cu"]
     assert (site / "pure/__init__.py").read_bytes() == b"moved"
+    programs = [path for path in site.rglob("*") if path.is_file() and os.access(path, os.X_OK)]
+    assert programs == [site / PROGRAM]
     assert (site / "specgate-wheels/0.5.14/backend.py").read_text() == "0.5.14"
 
 
