@@ -86,9 +86,9 @@ def test_an_aborted_request_is_told_so(server):
 
 
 def test_all_are_aborted_at_once(server):
-    answers = []
+    answers, tokens = [], many(server)
     asking = [
-        threading.Thread(target=lambda: answers.append(server.client.generate(SHORT, many(server))))
+        threading.Thread(target=lambda: answers.append(server.client.generate(SHORT, tokens)))
         for _ in range(3)
     ]
     with slowly(server):
