@@ -1,4 +1,9 @@
-"""Batches: neighbouring units that take about as long together, the longest first."""
+"""Batches: neighbouring units, fewer and fewer, so that whatever takes long ends nobody's wait.
+
+The longest batch is the first to run. Where nothing is known of a unit's time, those that are
+collected last, as long rows are, are the smallest batches (guided self-scheduling, Polychronopoulos
+and Kuck, 1987).
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-ROUNDS = 16
-"""Batches of each slot: the last to end is at most 1 / ROUNDS of an even share behind others."""
+ROUNDS = 8
+"""A batch takes at most 1 / ROUNDS of what is an even share of the rest."""
 SHORTEST_S = 0.5
 """A batch costs some 10 ms of its own, which is a fiftieth of this."""
-UNKNOWN_S = 0.1
+UNKNOWN_S = SHORTEST_S
 """Of a unit where none was ever timed."""
 
 
@@ -38,13 +43,14 @@ def batches(units: Sequence[str], recorded: Mapping[str, float], slots: int) -> 
     known = [recorded[unit] for unit in units if unit in recorded]
     usual = median(known) if known else UNKNOWN_S
     seconds = [recorded.get(unit, usual) for unit in units]
-    most = max(SHORTEST_S, sum(seconds) / (slots * ROUNDS))
+    rest = sum(seconds)
     made: list[Batch] = []
     begun: list[str] = []
     taken = 0.0
     for unit, own in zip(units, seconds, strict=True):
-        if begun and taken + own > most:
+        if begun and taken + own > max(SHORTEST_S, rest / (slots * ROUNDS)):
             made.append(Batch(units=tuple(begun), seconds=taken))
+            rest -= taken
             begun, taken = [], 0.0
         begun.append(unit)
         taken += own

@@ -26,7 +26,7 @@ def test_every_unit_once_and_no_batch_too_long(seconds: list[float], slots: int)
 
 
 def test_short_units_share_a_batch() -> None:
-    # 0.5 s hold five units of 0.1 s; 20 of them on one slot make 2 s, of which a 16th is less.
+    # 0.5 s hold five units of 0.1 s; 20 of them on one slot make 2 s, of which an eighth is less.
     units = [f"u{number:02}" for number in range(20)]
     made = batches(units, dict.fromkeys(units, 0.099), 1)
     assert [len(batch.units) for batch in made] == [5, 5, 5, 5]
@@ -34,7 +34,7 @@ def test_short_units_share_a_batch() -> None:
 
 def test_what_was_never_timed_takes_the_median_of_the_others() -> None:
     recorded = {"a": 1.0, "b": 3.0, "c": 40.0}
-    made = batches(["a", "b", "c", "new"], recorded, 1)
+    made = batches(["a", "b", "c", "new"], recorded, 2)
     assert {batch.units: batch.seconds for batch in made} == {
         ("c",): 40.0,
         ("new",): 3.0,
@@ -42,6 +42,16 @@ def test_what_was_never_timed_takes_the_median_of_the_others() -> None:
         ("a",): 1.0,
     }
     assert batches(["new"], {}, 1) == [Batch(units=("new",), seconds=UNKNOWN_S)]
+
+
+def test_of_units_that_were_never_timed_the_last_go_alone() -> None:
+    units = [f"u{number}" for number in range(4341)]
+    made = batches(units, {}, 16)
+    assert [unit for batch in made for unit in batch.units] == units
+    sizes = [len(batch.units) for batch in made]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == 4341 // (16 * ROUNDS)
+    assert sizes[-100:] == [1] * 100
 
 
 def test_apart_is_a_batch_for_each() -> None:
