@@ -31,7 +31,7 @@ def untraced(pytester: pytest.Pytester, *words: str) -> list[str]:
     plugin = ("-p", "fixtures.pytest_plugin.traced_sample", "-n0")
     items, _ = pytester.inline_genitems(*plugin, *words)
     assert len(items) == 56
-    return sorted(item.name for item in items if item.get_closest_marker("no_cover"))
+    return sorted(item.name for item in items if item.stash.get(traced_sample.LEFT_OUT, False))
 
 
 def test_more_parameters_than_the_sample_are_not_traced(pytester: pytest.Pytester) -> None:
@@ -53,24 +53,36 @@ def test_a_run_that_asks_which_test_executes_what_traces_all(pytester: pytest.Py
     assert untraced(pytester, "--cov-context=test") == []
 
 
-@pytest.mark.parametrize(("marks", "traced"), [("", True), ("@pytest.mark.no_cover", False)])
-def test_processes_are_traced_where_their_test_is(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, marks: str, traced: bool
+@pytest.mark.parametrize(("marks", "is_traced"), [("", True), ("@pytest.mark.untraced", False)])
+def test_fixtures_and_processes_are_traced_where_their_test_is(
+    pytester: pytest.Pytester, marks: str, is_traced: bool
 ) -> None:
-    for name in traced_sample.OF_PROCESSES:
-        monkeypatch.setenv(name, "settings")
     pytester.makepyfile(
         f"""
         import os, pytest
+        from coverage import Coverage
+
+        def traced():
+            return [Coverage.current() is not None, *(name in os.environ for name in NAMES)]
+
         NAMES = {traced_sample.OF_PROCESSES}
+        os.environ.update(dict.fromkeys(NAMES, "settings"))
+        own = Coverage(data_file=None)
+        own.start()
+
+        @pytest.fixture
+        def given():
+            before = traced()
+            yield before
+            assert traced() == before
 
         {marks}
-        def test_one():
-            assert [name in os.environ for name in NAMES] == [{traced}, {traced}]
+        def test_one(given):
+            assert given == traced() == [{is_traced}] * 3
 
-        def test_next():
-            assert all(name in os.environ for name in NAMES)
+        def test_next(given):
+            assert given == traced() == [True] * 3
         """
     )
     plugin = ("-p", "fixtures.pytest_plugin.traced_sample", "-p", "no:pytest_cov", "-n0")
-    pytester.runpytest_inprocess(*plugin).assert_outcomes(passed=2)
+    pytester.runpytest_subprocess(*plugin).assert_outcomes(passed=2)
