@@ -69,7 +69,7 @@ def test_work_of_a_process_that_began_and_ended_meanwhile_is_ours():
     spin = "import time\nwhile time.process_time() < 0.5: pass"
     subprocess.run([sys.executable, "-c", spin], check=True)
     _, _, after = monitor._clocks()
-    assert 0.5 <= after - before < 5.0
+    assert 0.4 <= after - before < 5.0  # clocks tick a hundred times a second
 
 
 @pytest.mark.parametrize(
