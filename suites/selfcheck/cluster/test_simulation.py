@@ -8,10 +8,20 @@ from ci.cluster.simulation import SCENES, SLOTS, Scene, simulate
 
 pytestmark = pytest.mark.untraced
 MOST = 1.25
+LARGEST = max(sum(scene.nodes.values()) for scene in SCENES)
+HARDEST = max(scene.losses_a_day for scene in SCENES)
+SIMULATED = [
+    scene
+    for scene in SCENES
+    if sum(scene.nodes.values()) < LARGEST or scene.losses_a_day == HARDEST
+]
+"""The largest takes seconds, so it is simulated with the most losses alone."""
 
 
 @pytest.mark.parametrize(
-    "scene", SCENES, ids=lambda s: f"{sum(s.nodes.values())}-nodes-{s.losses_a_day:g}-losses-a-day"
+    "scene",
+    SIMULATED,
+    ids=lambda s: f"{sum(s.nodes.values())}-nodes-{s.losses_a_day:g}-losses-a-day",
 )
 def test_makespan_is_near_the_bound(scene: Scene) -> None:
     made = simulate(scene)
