@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fixtures.pytest_plugin import traced_sample
+from harness.core.paths import ROOT
 
 pytest_plugins = ["pytester"]
 
@@ -55,8 +56,9 @@ def test_a_run_that_asks_which_test_executes_what_traces_all(pytester: pytest.Py
 
 @pytest.mark.parametrize(("marks", "is_traced"), [("", True), ("@pytest.mark.untraced", False)])
 def test_fixtures_and_processes_are_traced_where_their_test_is(
-    pytester: pytest.Pytester, marks: str, is_traced: bool
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, marks: str, is_traced: bool
 ) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     pytester.makepyfile(
         f"""
         import os, pytest
