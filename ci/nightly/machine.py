@@ -129,5 +129,5 @@ def is_visible(index: int, uuid: str) -> bool:
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return True
-    named = [word.strip() for word in listed.split(",")]
-    return any(word == str(index) or uuid.startswith(word or " ") for word in named)
+    named = [word.strip() for word in listed.split(",") if word.strip()]
+    return any(word == str(index) or uuid.startswith(word) for word in named)
