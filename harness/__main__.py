@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.core.argument_types import CommandLine, count
-from harness.core.paths import ROOT
+from harness.core.paths import ROOT, python_path
 from harness.core.signals import held
 
 if TYPE_CHECKING:
@@ -88,8 +88,7 @@ def start(module: str, *args: str) -> int:
 
 def become(module: str, *args: str) -> None:
     """Go on as ``python -m module args`` in this process; its exit code comes as SystemExit."""
-    paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    os.environ["PYTHONPATH"] = python_path()
     sys.argv[1:] = args
     with held(signal.SIGINT):
         _import(module)

@@ -17,7 +17,7 @@ from pathlib import Path
 from ci.cluster import guarded
 from ci.cluster.pytest_process import PytestProcess
 from ci.cluster.work import Answer, Ended, LaneWork, Node, Plan, Refused, UnitEnd
-from harness.core.paths import ROOT
+from harness.core.paths import ROOT, python_path
 from harness.core.tree import digest
 from harness.errors import UsageError, rejected
 
@@ -117,8 +117,7 @@ def kept_process(work: LaneWork) -> PytestProcess:
 
 def variables() -> dict[str, str]:
     """Of what a worker starts; Ray's own would make it a part of the cluster."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    own = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     return {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | own
 
 

@@ -16,7 +16,7 @@ from ray import exceptions
 
 from ci.cluster.machine import HOST, SHARE_OF_HOST, resources_here
 from ci.cluster.work import Answer, LaneWork, Node, NodeLost, Refused, WorkerLost
-from harness.core.paths import ROOT
+from harness.core.paths import ROOT, python_path
 from harness.errors import UsageError, first_line
 
 LEFT_AT_HOME = [".git", ".tox", ".venv", "report", "*.egg-info", "__pycache__"]
@@ -82,14 +82,12 @@ class RayCluster:
         # A driver that waits for its first node must not be told of each try.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        if address is None:  # workers have this process's packages, wherever they are
-            paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        else:
-            paths = [str(tree)] if tree else []
+        # Workers on this machine have the packages of this process, wherever they are.
+        path = python_path() if address is None else tree
         environment: dict[str, Any] = (
-            {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
-            if paths
-            else {"working_dir": str(ROOT), "excludes": LEFT_AT_HOME}
+            {"working_dir": str(ROOT), "excludes": LEFT_AT_HOME}
+            if path is None
+            else {"env_vars": {"PYTHONPATH": str(path)}}
         )
         quiet = {"logging_level": "ERROR", "log_to_driver": False, "runtime_env": environment}
         try:

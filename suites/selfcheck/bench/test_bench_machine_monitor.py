@@ -66,10 +66,10 @@ def test_without_a_gpu_only_the_host_is_told_and_our_own_work_is_no_load(monkeyp
 def test_work_of_a_process_that_began_and_ended_meanwhile_is_ours():
     monitor = MachineMonitor()
     _, _, before = monitor._clocks()
-    spin = "import time\nwhile time.process_time() < 0.5: pass"
+    spin = "import time\nwhile time.process_time() < 0.6: pass"
     subprocess.run([sys.executable, "-c", spin], check=True)
     _, _, after = monitor._clocks()
-    assert 0.4 <= after - before < 5.0  # clocks tick a hundred times a second
+    assert 0.5 <= after - before < 5.0  # clocks tick a hundred times a second
 
 
 @pytest.mark.parametrize(

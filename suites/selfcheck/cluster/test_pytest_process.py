@@ -16,7 +16,7 @@ import pytest
 
 from ci.cluster.pytest_process import PytestProcess
 from fixtures.pytest_plugin.poll import eventually
-from harness.core.paths import ROOT
+from harness.core.paths import python_path
 from harness.core.record import Record, Verdict
 from harness.errors import UsageError
 
@@ -86,8 +86,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def variables() -> dict[str, str]:
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": ""}
+    return {**os.environ, "PYTHONPATH": python_path(), "PYTEST_ADDOPTS": ""}
 
 
 COMMAND = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]

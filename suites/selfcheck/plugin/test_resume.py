@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
 
 from ci import gate
-from harness.core.paths import ROOT
+from harness.core.paths import python_path
 from harness.core.record import Record, Verdict, read_records, write_records
 
 pytest_plugins = ["pytester"]
@@ -44,8 +43,7 @@ ARGS = ("-p", "no:cacheprovider", "--report", "out")
 @pytest.fixture
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    monkeypatch.setenv("PYTHONPATH", paths)
+    monkeypatch.setenv("PYTHONPATH", python_path())
     plugins = [f"fixtures.pytest_plugin.{name}" for name in ("resume", "shards", "records")]
     pytester.makeconftest(f"pytest_plugins = {plugins}")
     pytester.makepyfile(test_trials=TESTS)
