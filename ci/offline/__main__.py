@@ -41,9 +41,16 @@ def parser() -> argparse.ArgumentParser:
         "out", type=Path, metavar="OUT", help="holds part-0/, part-1/, … afterwards"
     )
     builds.add_argument("--size", type=size, default="38M", help="of one part at most")
-    several = {"nargs": "+", "choices": LANES, "default": [LANES[0]], "metavar": "LANE"}
-    builds.add_argument(
-        "--lane", dest="lanes", **several, help=f"of {', '.join(LANES)}: what is to be run"
+    told = f"of {', '.join(LANES)}: what is to be run"
+    add = builds.add_argument
+    add(
+        "--lane",
+        dest="lanes",
+        nargs="+",
+        choices=LANES,
+        default=LANES[:1],
+        metavar="LANE",
+        help=told,
     )
     runs = verbs.add_parser("run", help="unpack a bundle once and run a lane on it")
     runs.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder that build wrote")
