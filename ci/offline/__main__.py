@@ -42,8 +42,7 @@ def parser() -> argparse.ArgumentParser:
     )
     builds.add_argument("--size", type=size, default="38M", help="of one part at most")
     told = f"of {', '.join(LANES)}: what is to be run"
-    add = builds.add_argument
-    add(
+    builds.add_argument(
         "--lane",
         dest="lanes",
         nargs="+",
