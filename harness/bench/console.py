@@ -19,7 +19,7 @@ from harness.bench.analysis import Finding, dropped, visible
 from harness.bench.session_records import Role, Session, Trial
 from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.sequential_test import Evidence
-from harness.bench.wording import percent
+from harness.bench.wording import between, percent
 
 VERDICT_STYLES = {
     BenchVerdict.REGRESSED: "bold red",
@@ -46,8 +46,7 @@ def change(evidence: Evidence) -> str:
 
 def interval(evidence: Evidence) -> str:
     """The bounds of its ratio, such as "-1.1 to +6.9 %"; "–" where nothing is bounded."""
-    low, high = percent(evidence.low), percent(evidence.high)
-    return "–" if low == high == "…" else f"{low.removesuffix(' %')} to {high}"
+    return between(evidence.low, evidence.high)
 
 
 def e_value(evidence: Evidence) -> str:

@@ -12,6 +12,12 @@ def percent(ratio: float | None, places: int = 1) -> str:
     return f"{100 * (ratio - 1):+.{places}f} %" if 0.0 < ratio < math.inf else "…"
 
 
+def between(low: float, high: float, places: int = 1) -> str:
+    """Bounds of a ratio as changes, such as "-1.1 to +6.9 %"; "–" where nothing is bounded."""
+    ends = percent(low, places), percent(high, places)
+    return "–" if ends == ("…", "…") else f"{ends[0].removesuffix(' %')} to {ends[1]}"
+
+
 def size(log: float, places: int = 1) -> str:
     """A log effect of at least 0 as a share, such as "1.2 %"; "…" where it has no end."""
     return percent(math.exp(log), places).removeprefix("+")

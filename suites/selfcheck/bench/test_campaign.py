@@ -173,7 +173,7 @@ def test_bad_words_are_refused(capsys, monkeypatch, tmp_path):
 
 def test_effects_are_those_of_the_records(capsys):
     path = Path("docs/example/llama-3.1-8b/host-3-swapped.jsonl.gz")
-    rows = list(campaign.effects(COMPARISONS["phases"], path))
+    rows = list(campaign.effects(COMPARISONS["phases"], [path]))
     told = {(cells[1], cells[10]): cells for cells in rows}
     cells = told["bs1-in128-out193", "improved"]
     a, b, moved = map(float, cells[3:6])
@@ -192,3 +192,30 @@ def test_a_folder_of_packed_records_is_shown_without_a_gpu(capsys, monkeypatch):
     # Used before it was decided: 71.8, 72.1, 72.7, 71.9, 71.7, 74.1, 72.8 and 71.7.
     assert metadata[3] == "72.4"
     assert metadata[-1] == "improved"
+
+
+def test_steps_of_several_hosts_are_pooled():
+    row, folder = COMPARISONS["phases"], Path("docs/example/campaign")
+    paths = campaign.recorded(row, folder)
+    assert [path.name for path in paths] == ["phases.jsonl.gz", "phases.h100-2.jsonl.gz"]
+    *_, first, second = campaign.effects(row, paths)
+    assert first[:3] == ("phases, pooled", "bs1-in128-out193", "step_time")
+    assert second[1] == "bs8-in1024-out97"
+    alone = [cells for path in paths for cells in campaign.effects(row, [path])]
+    assert "phases, pooled" not in {cells[0] for cells in alone}
+    for cells in (first, second):
+        blocks = [c[9].split(",")[0] for c in alone if c[1:3] == cells[1:3]]
+        assert int(cells[9]) == sum(map(int, blocks))
+        changes = [float(c[6].split()[0]) for c in alone if c[1:3] == cells[1:3]]
+        assert min(changes) - 0.05 <= float(cells[6].split()[0]) <= max(changes) + 0.05
+        low, high = (float(word) for word in cells[7].removesuffix(" %").split(" to "))
+        assert -0.1 <= low < high <= 0.5
+
+
+def test_steps_of_other_arms_are_not_pooled(tmp_path, capsys):
+    folder = Path("docs/example/campaign")
+    for source, name in (("phases", "phases"), ("mha-fa3", "phases.other")):
+        packed = (folder / f"{source}.jsonl.gz").read_bytes()
+        (tmp_path / f"{name}.jsonl.gz").write_bytes(packed)
+    assert campaign.main(["--show", "phases", "--out", str(tmp_path)]) == 2
+    assert "arms of phases = " in capsys.readouterr().err
