@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -85,7 +86,9 @@ def test_a_driver_that_ends_frees_every_gpu_and_goes_on(
 ) -> None:
     words = command(cluster, tmp_path, "mha-decode", *KINDS)
     records = tmp_path / "run" / "records.jsonl"
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+    # In a shell's background a Ctrl-C is ignored, and children inherit that.
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, preexec_fn=heard) as process:
         eventually(lambda: records.is_file() and records.stat().st_size > 0, within_s=60.0)
         assert asked_processes()
         process.send_signal(how)
