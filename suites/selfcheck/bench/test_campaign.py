@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shlex
 import stat
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -212,10 +214,35 @@ def test_steps_of_several_hosts_are_pooled():
         assert -0.1 <= low < high <= 0.5
 
 
-def test_steps_of_other_arms_are_not_pooled(tmp_path, capsys):
-    folder = Path("docs/example/campaign")
-    for source, name in (("phases", "phases"), ("mha-fa3", "phases.other")):
-        packed = (folder / f"{source}.jsonl.gz").read_bytes()
-        (tmp_path / f"{name}.jsonl.gz").write_bytes(packed)
-    assert campaign.main(["--show", "phases", "--out", str(tmp_path)]) == 2
-    assert "arms of phases = " in capsys.readouterr().err
+def packed(folder: Path, name: str, lines: list[dict[str, Any]]) -> None:
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / f"{name}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+
+
+@pytest.fixture
+def lines() -> list[dict[str, Any]]:
+    """Of the row phases: a plan, and the trials of its blocks."""
+    text = gzip.decompress(Path("docs/example/campaign/phases.jsonl.gz").read_bytes())
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_steps_of_other_arms_are_not_pooled(tmp_path, capsys, lines):
+    packed(tmp_path, "phases", lines)
+    plan = lines[0]
+    for changed in (
+        {"a": plan["a"] | {"name": "another"}},
+        {"b": plan["b"] | {"versions": {"sglang": "0.5.13"}}},
+        {"a": plan["b"], "b": plan["a"]},
+    ):
+        packed(tmp_path, "phases.other", [plan | changed, *lines[1:]])
+        assert campaign.main(["--show", "phases", "--out", str(tmp_path)]) == 2
+        assert "arms of phases = " in capsys.readouterr().err
+
+
+def test_nothing_is_pooled_where_no_block_is_valid(tmp_path, lines):
+    broken = [line | {"invalid": ["broken"]} if "invalid" in line else line for line in lines]
+    for name in ("phases", "phases.other"):
+        packed(tmp_path, name, broken)
+    row = COMPARISONS["phases"]
+    rows = list(campaign.effects(row, campaign.recorded(row, tmp_path)))
+    assert {cells[0] for cells in rows} == {"phases"}
