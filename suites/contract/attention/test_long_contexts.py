@@ -71,6 +71,7 @@ class Requests:
 
     def __init__(self, kind: type[PagedBackend], rows: int) -> None:
         random.seed(rows)
+        torch.manual_seed(rows)
         make_pool, self.layer = FAMILIES[kind]
         columns = CONTEXT + 2 * WIDTH
         self.pages = torch.randint(1, 2**20, (rows + 1, columns // PAGE), dtype=torch.int32)
