@@ -40,6 +40,7 @@ def shared():
         file.write("torn ")
 
 def test_passes(record_trial):
+    time.sleep(0.2)
     record_trial(trial("one"))
 
 def test_is_red(record_trial):
@@ -50,7 +51,8 @@ def test_is_skipped():
     pytest.skip("no such kernel")
 
 def test_last(record_trial):
-    record_trial(trial("last"))
+    time.sleep(0.2)
+    record_trial(trial("last", seconds=0.01))
 
 def test_exits(record_trial):
     record_trial(trial("exits", Verdict.ERROR))
@@ -107,6 +109,7 @@ def test_one_collection_serves_several_batches(process: PytestProcess, folder: P
         (node_id("is_red"), "failed"),
         (node_id("is_skipped"), "skipped"),
     ]
+    assert first.ended[0].seconds >= 0.2
     green, red = (Record.from_json(end.record) for end in first.ended[:2])
     assert (green.case, green.verdict, green.planned) == ("one", Verdict.PASSED, 6)
     assert (red.verdict, red.message) == (Verdict.WRONG_NUMBERS, "row 3")
@@ -115,7 +118,7 @@ def test_one_collection_serves_several_batches(process: PytestProcess, folder: P
     assert (first.killer, first.left) == ("", ())
     assert abs(first.began - time.time()) < 60
     second = process.run([node_id("last")], 30.0)
-    assert [end.outcome for end in second.ended] == ["passed"]
+    assert [(end.outcome, end.seconds) for end in second.ended] == [("passed", 0.01)]
     # What the tests of a batch share is made once for it, and torn down before the next.
     assert (folder / "made.txt").read_text().split() == ["made", "torn"] * 2
 
