@@ -40,11 +40,6 @@ class Generation:
         """Rounds."""
         return len(self.accept_lengths)
 
-    @property
-    def mean_accept_length(self) -> float:
-        """Tokens per round; 0 without rounds."""
-        return sum(self.accept_lengths) / max(self.spec_verify_ct, 1)
-
 
 @dataclass(eq=False)
 class Request:

@@ -11,7 +11,7 @@ from fixtures import minimise as verb
 from fixtures.fakes.sample_records import trial
 from fixtures.minimise import find_trial, main, row
 from fixtures.tables import CASES
-from harness.core.case import Case, Execution, KVDtype, Layout
+from harness.core.case import Case, Dtype, Execution, Family, KVDtype, Layout, Mode
 from harness.core.record import Record, Verdict
 from harness.differential.minimise import cause, minimise, reductions
 from harness.errors import UsageError
@@ -50,6 +50,47 @@ def test_only_what_the_fault_needs_is_left() -> None:
     assert (smallest.num_q_heads, smallest.num_kv_heads) == (1, 1)
     assert smallest.layout is Layout.CONTIGUOUS
     assert smallest.capture_bs == (2,)
+
+
+@pytest.mark.parametrize("mode", [Mode.EXTEND, Mode.DRAFT_EXTEND_V2])
+def test_a_fault_that_needs_nothing_leaves_the_plainest_case(mode: Mode) -> None:
+    lens = (9, 2) if mode is Mode.EXTEND else (3, 2)
+    new = "extend_lens" if mode is Mode.EXTEND else "accept_lens"
+    plainest = Case(
+        id="special",
+        family=Family.MHA,
+        mode=mode,
+        prefix_lens=(0,),
+        num_draft_tokens=1,
+        num_q_heads=1,
+        num_kv_heads=1,
+        layout=Layout.CONTIGUOUS,
+        max_context_len=1,
+        capture_bs=(1,),
+        **{new: (1,)},
+    )
+    special = replace(
+        plainest,
+        prefix_lens=(70, 33),
+        num_draft_tokens=4,
+        page_size=64,
+        layout=Layout.INTERLEAVED,
+        num_q_heads=8,
+        num_kv_heads=2,
+        dtype=Dtype.FP16,
+        kv_dtype=KVDtype.FP8,
+        k_scale=0.25,
+        v_scale=0.5,
+        window_left=20,
+        sinks=True,
+        max_context_len=128,
+        capture_bs=(2, 4),
+        padded_rows=3,
+        pads_before_plan=True,
+        **{new: lens},
+    )
+    smallest, _ = minimise(special, judged(lambda case: True))
+    assert smallest == plainest
 
 
 def test_another_cause_is_not_followed() -> None:
