@@ -83,6 +83,7 @@ TESTS = {
     "test_three.py": "import time\ndef test_three():\n    time.sleep(0.5)\n    assert twice(3) == 6\n",
     "test_caller.py": "def test_caller():\n    assert caller(0) == 3\n",
     "test_grown.py": "def test_grown():\n    assert Toy().grown() == 5\n",
+    "cluster/test_nodes.py": "def test_nodes():\n    assert twice(2) == 4\n",
     "test_wrong.py": "def test_wrong():\n    assert twice(1) == 3\n",
     "test_process.py": (
         "import subprocess, sys\ndef test_process():\n"
@@ -107,7 +108,7 @@ def test_ids_are_unique() -> None:
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project in little, with the folders that a recording looks at."""
     root = tmp_path_factory.mktemp("mutants") / "toy"
-    for folder in ("harness", "ci", "fixtures", "suites"):
+    for folder in ("harness", "ci", "fixtures", "suites/cluster"):
         (root / folder).mkdir(parents=True)
     shutil.copytree(ROOT / "fixtures" / "mutation", root / "fixtures" / "mutation")
     (root / "pytest.ini").write_text("[pytest]\npythonpath = .\ntestpaths = suites\n")
