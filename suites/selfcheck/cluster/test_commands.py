@@ -76,16 +76,29 @@ def test_a_batch_of_items_ends_item_by_item() -> None:
     assert [(end.unit, end.message) for end in answer.units] == [("a", "a"), ("b", "b")]
 
 
-def test_a_guarded_command_ends_with_its_input(tmp_path: Path) -> None:
-    told = tmp_path / "pid"
-    sleeps = f"import os, time; open({str(told)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    words = [sys.executable, "-m", "ci.cluster.guarded", "-c", sleeps]
+@pytest.mark.parametrize("killed", [False, True], ids=["alive", "its_child_killed_by_ray"])
+def test_a_guarded_command_ends_with_its_input(tmp_path: Path, killed: bool) -> None:
+    told = tmp_path / "pids"
+    sleeps = "import time; time.sleep(60)"
+    starts = (
+        "import os, subprocess, sys, time; "
+        f"own = subprocess.Popen([sys.executable, '-c', {sleeps!r}]); "
+        f"open({str(told)!r}, 'w').write(f'{{os.getpid()}} {{own.pid}}.'); time.sleep(60)"
+    )
+    words = [sys.executable, "-m", "ci.cluster.guarded", "-c", starts]
     with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE) as process:
-        pid = int(eventually(lambda: told.read_text() if told.exists() else ""))
+        said = eventually(
+            lambda: told.exists() and told.read_text().endswith(".") and told.read_text()
+        )
+        pids = [int(word) for word in said.rstrip(".").split()]
+        if killed:
+            process.kill()
+            process.wait(10)
+            assert all(psutil.pid_exists(pid) for pid in pids)
         assert process.stdin is not None
         process.stdin.close()
-        assert process.wait(10) == 128 + signal.SIGKILL
-    eventually(lambda: not psutil.pid_exists(pid))
+        assert process.wait(10) == (-signal.SIGKILL if killed else 128 + signal.SIGKILL)
+    eventually(lambda: not any(map(psutil.pid_exists, pids)))
 
 
 def test_nothing_of_ray_is_handed_to_what_a_node_starts(monkeypatch: pytest.MonkeyPatch) -> None:
