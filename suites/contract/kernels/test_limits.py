@@ -34,6 +34,13 @@ def test_the_emulation_refuses_exactly_what_is_beyond(probe: LimitProbe) -> None
         call.on(kernel)
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("entry", ["decode", "context"])
+def test_sinks_are_drawn_where_they_are_asked_for(entry: str, sinks: bool) -> None:
+    found = draw(Shape(entry=entry, sinks=sinks)).arguments.sinks
+    assert (None if found is None else found.shape) == ((8,) if sinks else None)
+
+
 def test_every_kernel_has_probes_on_both_sides() -> None:
     for capability in REAL:
         asked = probes((capability,))

@@ -29,6 +29,7 @@ from harness.bench.stats.multiple_testing import (
     family_thresholds,
 )
 from harness.bench.stats.sequential_test import SequentialPlan, judge
+from harness.bench.stats.stopping import VERDICT_CODES, EvidencePaths, Thresholds, decide
 from harness.errors import ContractError, UsageError
 
 SLOTS = (0.011, -0.004, 0.2, 0.0, -0.03, 0.007, 0.015)
@@ -250,6 +251,36 @@ def test_e_bh_and_controls_decide_a_run():
         " improved instead of ok or inconclusive",
         " missing instead of regressed",
     ]
+    broken = replace(lost, reasons=("count differs\nof block 3", "throttled"))
+    [why] = apply_controls(table, {Control.AA: same, Control.INJECTED: broken})["same"].reasons
+    assert why == "control injected slowdown: invalid instead of regressed (count differs)"
+
+
+@pytest.mark.parametrize(
+    ("regressed", "equivalent", "improved", "decided"),
+    [
+        (100.0, 1.0, 1.0, ("regressed", 2)),
+        (99.0, 1.0, 1.0, ("inconclusive", 3)),
+        (1.0, 1.0, 100.0, ("improved", 2)),
+        (1.0, 1.0, 99.0, ("inconclusive", 3)),
+        (1.0, 20.0, 1.0, ("ok", 2)),
+        (1.0, 19.0, 1.0, ("inconclusive", 3)),
+        (1.0, 20.0, 1.1, ("ok", 3)),
+    ],
+)
+def test_a_threshold_that_is_just_reached_decides(regressed, equivalent, improved, decided):
+    at = {
+        name: np.log([[1.0, value, 1.0 if value != 1.1 else value]])
+        for name, value in (
+            ("regressed", regressed),
+            ("accept_equivalence", equivalent),
+            ("improved", improved),
+        )
+    }
+    code, blocks = decide(
+        EvidencePaths(**at), Thresholds(reject_null=100.0, accept_equivalence=20.0)
+    )
+    assert (VERDICT_CODES[code[0]], blocks[0]) == decided
 
 
 def test_estimates():

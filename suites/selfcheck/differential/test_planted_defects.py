@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
+from fixtures.fakes.sample_records import compared, trial
 from fixtures.tables import find
 from harness.attention.multi_step_draft import TRTLLMHAAttnMultiStepDraftBackend
 from harness.attention.paged_backend import PagedBackend
@@ -16,7 +17,7 @@ from harness.attention.trtllm_mha import TRTLLMHAAttnBackend
 from harness.attention.trtllm_mla import TRTLLMMLABackend
 from harness.core.case import Execution, Mode
 from harness.core.record import Verdict
-from harness.differential.trial import run_trial
+from harness.differential.trial import explanation, run_trial
 from harness.graphs.draft_extend_runner import DraftExtendRunner
 from harness.kernels.shape_checks import FP8
 from harness.subjects import SUBJECTS, Subject
@@ -289,3 +290,20 @@ def test_modes_without_a_graph_are_refused_by_name() -> None:
     case = find("mha-extend-bs2_ragged")
     assert case.mode is Mode.EXTEND
     assert run_trial(case, MHA, GRAPH).message == "extend has no graph"
+
+
+def test_an_explanation_has_cause_place_size_and_the_command_that_repeats_it() -> None:
+    quantities = (
+        *compared(0.25, name="cache"),
+        *compared(0.75),
+        *compared(0.5, name="hidden_states"),
+    )
+    facts = {"message": "rows swapped", "quantities": quantities, "reproduce": "pytest -k one"}
+    red = trial("one", Verdict.WRONG_NUMBERS, **facts)
+    assert explanation(red).splitlines() == [
+        "one on trtllm_mha/reference, eager: wrong_numbers",
+        "cause: rows swapped",
+        "worst: logits at request 1, position 17: 7.50e-01, allowed 5.00e-01",
+        "reproduce: pytest -k one",
+    ]
+    assert "worst" not in explanation(replace(red, quantities=()))
