@@ -109,8 +109,10 @@ def test_padding_after_the_bucket_is_reset_too() -> None:
 @pytest.mark.parametrize(("bs", "bucket"), [(1, 1), (2, 2), (3, 4), (4, 4)])
 def test_the_smallest_bucket_that_holds_the_batch_is_chosen(bs: int, bucket: int) -> None:
     runner = make()
+    batch = verify(*range(3, 3 + bs))
     assert runner.bucket(bs) == bucket
-    runner.replay(verify(*range(3, 3 + bs)))
+    assert runner.can_run(batch), "it would run eagerly, unnoticed"
+    runner.replay(batch)
     assert runner.attn_backend.plans[-1].batch_size == bucket
 
 
