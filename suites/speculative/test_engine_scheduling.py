@@ -175,6 +175,7 @@ def test_a_generation_ends_at_its_end_token(make: Callable[..., ToyEngine]) -> N
 def test_tokens_and_rounds_are_counted() -> None:
     generation = Generation(token_ids=[1] * 6, accept_lengths=[3, 1, 2], prefills=1, cut=1)
     assert (generation.completion_tokens, generation.spec_verify_ct) == (6, 3)
+    assert generation.cached_tokens == 0, "where there is no prefix cache nobody sets it"
 
 
 @EVERY

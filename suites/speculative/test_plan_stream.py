@@ -30,6 +30,11 @@ def cast_then_produce(streams: RecordedStreams) -> None:
     streams.main("accept", nothing, writes=("accept_lens",))
 
 
+def cast_before_two_that_produce(streams: RecordedStreams) -> None:
+    cast_then_produce(streams)
+    streams.main("accept once more", nothing, writes=("accept_lens",))
+
+
 def rewrite_what_is_being_read(streams: RecordedStreams) -> None:
     streams.plan("plan verify", nothing, reads=("req_to_token",))
     streams.main("reserve", nothing, writes=("req_to_token",))
@@ -66,6 +71,7 @@ def schedule_ahead_of_a_reader_between(streams: RecordedStreams) -> None:
 RACES: dict[Callable[[RecordedStreams], None], list[Hazard]] = {
     produce_then_cast: [Hazard("RAW", "accept", "cast accept_lens", "accept_lens")],
     cast_then_produce: [Hazard("RAW", "accept", "cast accept_lens", "accept_lens")],
+    cast_before_two_that_produce: [Hazard("RAW", "accept", "cast accept_lens", "accept_lens")],
     rewrite_what_is_being_read: [
         Hazard("RAW", "reserve", "plan verify", "req_to_token"),
         Hazard("WAR", "plan verify", "reserve", "req_to_token"),

@@ -34,6 +34,15 @@ def test_the_emulation_refuses_exactly_what_is_beyond(probe: LimitProbe) -> None
         call.on(kernel)
 
 
+@pytest.mark.parametrize(("page_size", "width"), [(16, 24), (32, 16), (64, 8), (128, 6)])
+def test_a_table_has_three_spare_columns_and_whole_groups_of_128_tokens(
+    page_size: int, width: int
+) -> None:
+    tables = draw(Shape(entry="decode", page_size=page_size)).arguments.block_tables
+    assert tables.shape == (4, width)
+    assert (tables[:, -3:] == 0).all()
+
+
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("entry", ["decode", "context"])
 def test_sinks_are_drawn_where_they_are_asked_for(entry: str, sinks: bool) -> None:
@@ -87,6 +96,7 @@ def test_the_worst_row_counts() -> None:
     off = expected.clone()
     off[1] *= 1.25
     assert limits.worst_row(off, expected) == pytest.approx(0.25)
+    assert limits.worst_row(off / 100, expected / 100) == pytest.approx(0.25)
     off[2, 0, 0] = torch.nan
     assert limits.worst_row(off, expected) > 1e30
     empty = torch.zeros(3, 2, 4)

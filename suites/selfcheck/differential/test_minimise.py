@@ -38,6 +38,12 @@ def test_a_step_leaves_a_request_and_narrows() -> None:
     assert sorted({case.bs for case in reductions(RAGGED)}) == [7, 8]
 
 
+def test_a_length_is_tried_from_the_shortest_to_one_less() -> None:
+    case = replace(CASES["mha-target_verify-bs1_longest"], prefix_lens=(100,), page_size=32)
+    tried = [c.prefix_lens for c in reductions(case) if c.prefix_lens != case.prefix_lens]
+    assert tried == [(0,), (1,), (50,), (68,), (99,)]
+
+
 def test_only_what_the_fault_needs_is_left() -> None:
     def is_red(case: Case) -> bool:
         return case.bs >= 2 and max(case.prefix_lens) > case.page_size
