@@ -9,16 +9,22 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
 import venv
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 TOOLS = CHECKOUT / ".tox" / "tools"
 CONSTRAINTS = CHECKOUT / "ci" / "constraints.txt"
+INTERRUPTED = 130
+TOLD_S = 30.0
+"""More than tox gives its command to end (tox.ini)."""
 
 
 def lanes_toml() -> dict[str, Any]:
@@ -109,8 +115,21 @@ def run_lane(lane: str, args: list[str]) -> int:
     tox = [str(python), "-m", "tox", "run", "-qq", "--root", str(CHECKOUT), "-e", lane]
     handed_on = ["--", *args] if args else []
     stack = {"SPECGATE_STACK": "gpu"} if has_gpu() else {}
-    environment = stack | os.environ
-    return subprocess.run([*tox, *handed_on], cwd=CHECKOUT, env=environment, check=False).returncode
+    return carried_out([*tox, *handed_on], stack | os.environ)
+
+
+def carried_out(command: list[str], environment: Mapping[str, str]) -> int:
+    """Exit code of a command, which is given the time to put things in order where it is ended."""
+    with subprocess.Popen(command, cwd=CHECKOUT, env=environment) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            # A terminal has told all of them. Who told this process alone is answered as well.
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(TOLD_S)
+            process.send_signal(signal.SIGINT)
+            process.wait()
+            raise
 
 
 def main(argv: list[str]) -> int:
@@ -141,4 +160,8 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     if sys.version_info < (3, 11):
         sys.exit("ci: Python 3.11 or newer is needed")
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        print("ci: interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)

@@ -6,19 +6,22 @@ import ast
 import configparser
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tomllib
 import venv
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 
 from ci import __main__ as ci
+from fixtures.pytest_plugin.poll import eventually
 from harness.core.paths import ROOT
 
 
@@ -102,6 +105,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return subprocess.CompletedProcess(command, 3)
 
     monkeypatch.setattr(ci.subprocess, "run", run)
+    monkeypatch.setattr(ci, "carried_out", lambda command, _: run(command).returncode)
     return started
 
 
@@ -132,6 +136,42 @@ def test_lane_gets_its_arguments_and_returns_its_code(
     assert command[command.index("-e") :] == handed_on
 
 
+TIDIES = """
+import pathlib, signal, sys, time
+def tidy(*_):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # tox hears of it twice where both are told
+    time.sleep(0.5)
+    pathlib.Path(sys.argv[1]).write_text("tidied")
+    sys.exit(130)
+signal.signal(signal.SIGINT, tidy)
+pathlib.Path(sys.argv[1]).write_text("began")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("told", [os.killpg, os.kill], ids=["by_a_terminal", "alone"])
+def test_an_interrupted_lane_puts_things_in_order(
+    tmp_path: Path, told: Callable[[int, int], None]
+) -> None:
+    said = tmp_path / "said"
+    command = [sys.executable, "-c", TIDIES, str(said)]
+    script = f"from ci import __main__ as ci; ci.TOLD_S = 2.0; ci.carried_out({command!r}, {{}})"
+    program = subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
+    eventually(lambda: said.exists() and said.read_text())
+    told(program.pid, signal.SIGINT)
+    _, errors = program.communicate(timeout=60)
+    assert said.read_text() == "tidied"
+    assert errors.splitlines()[-1] == "KeyboardInterrupt"
+    assert program.returncode == -signal.SIGINT
+
+
 @pytest.mark.parametrize(
     ("tool", "listed", "code", "stack"),
     [
@@ -148,16 +188,16 @@ def test_lane_gets_real_kernels_where_a_gpu_is(
     code: int,
     stack: str | None,
 ) -> None:
-    environments: list[dict[str, str]] = []
+    environments: list[Mapping[str, str]] = []
 
-    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
-        environments.append(options.get("env", {}))
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
         return subprocess.CompletedProcess(command, code, stdout=listed)
 
     monkeypatch.delenv("SPECGATE_STACK", raising=False)
     monkeypatch.setattr(ci, "tool_environment", lambda: Path("python-with-tox"))
     monkeypatch.setattr(ci.shutil, "which", lambda name: tool)
     monkeypatch.setattr(ci.subprocess, "run", run)
+    monkeypatch.setattr(ci, "carried_out", lambda _, environment: environments.append(environment))
     ci.main(["run"])
     assert environments[-1].get("SPECGATE_STACK") == stack
     assert environments[-1]["PATH"] == os.environ["PATH"]
