@@ -58,7 +58,6 @@ def make_tracer(
     kv_heads: int,
     dim: int,
     v_dim: int,
-    latent: bool = False,
 ) -> KeyTracer:
     """A tracer of ``positions`` among ``total`` keys.
 
@@ -70,7 +69,6 @@ def make_tracer(
         kv_heads: KV heads.
         dim: key size.
         v_dim: value size.
-        latent: whether values are the first columns of the keys (MLA).
 
     Raises:
         UsageError: there are more positions than value columns.
@@ -81,8 +79,6 @@ def make_tracer(
     for i, position in enumerate(positions):
         v[position, i // v_dim, i % v_dim] = TRACER_VALUE
     k = torch.zeros(total, kv_heads, dim)
-    if latent:
-        k[..., :v_dim] = v
     return KeyTracer(q=torch.zeros(q_len, heads, dim), k=k, v=v)
 
 

@@ -98,7 +98,7 @@ def _weights(case: Case, drawn: ProbeWeights, keys: Sequence[tuple[int, int]]) -
     columns = _columns(case)
     shape = {"heads": case.num_q_heads, "kv_heads": kv_heads, "dim": dim, "v_dim": dim}
     tokens = range(DRAFTED, 1 + columns)
-    tracer = make_tracer(tokens, total=1 + columns, q_len=1 + columns, latent=mla, **shape)
+    tracer = make_tracer(tokens, total=1 + columns, q_len=1 + columns, **shape)
     # In an FP8 cache a column holds the same power of two whatever the scale.
     is_fp8 = case.kv_dtype is KVDtype.FP8
     scales = case.kv_scales if is_fp8 else ((1.0, 1.0),) * case.num_layers

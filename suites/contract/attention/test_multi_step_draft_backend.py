@@ -174,6 +174,11 @@ def test_arguments_out_of_range(kind: Any, changes: dict[str, int], text: str) -
         backend(kind, **changes)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_steps_serve_drafts_only(kind: Any) -> None:
+    assert [step.skip_prefill for step in backend(kind).attn_backends] == [True] * (STEPS - 1)
+
+
 def test_one_write_location_per_step_and_request() -> None:
     multi_step = backend(TRTLLMMLAMultiStepDraftBackend)
     batch = draft_batch(multi_step).with_changes(out_cache_loc=LOCS[:4])
