@@ -19,7 +19,7 @@ UNITS = 40
 KILLS_ITS_WORKER = """
 import os, sys, time, psutil
 if {item} == 7:
-    psutil.Process().parent().parent().kill()
+    psutil.Process().parents()[2].kill()  # of what watches, whose parent waits for it
 time.sleep(0.4)
 """
 
