@@ -11,10 +11,10 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ci.doors.doors_table import CommandRow
+from harness.core.signals import hear_sigint
 
 SCRIPT = "set -a\ntrap 'env -0 > \"$0\"' EXIT\n"
 """Variables, exported or not, and the folder outlive the process as they outlive a line typed."""
@@ -83,8 +83,7 @@ class Shell:
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    # In a shell's background a Ctrl-C is ignored, and children inherit that.
-                    preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+                    preexec_fn=hear_sigint,
                 )
             late = _attended(process, row, log)
             self._take_over(state)

@@ -1,4 +1,4 @@
-"""Signals that wait until nothing can lose them."""
+"""Signals that are heard, and wait until nothing can lose them."""
 
 from __future__ import annotations
 
@@ -22,3 +22,8 @@ def held(number: signal.Signals) -> Iterator[None]:
         signal.signal(number, before)
     if came:
         signal.raise_signal(number)
+
+
+def hear_sigint() -> None:
+    """For ``preexec_fn``: in a shell's background Ctrl-C is ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -18,6 +17,7 @@ from fixtures.clusters.local_cluster import LocalCluster
 from fixtures.pytest_plugin.poll import eventually
 from harness.core.paths import ROOT
 from harness.core.record import read_records
+from harness.core.signals import hear_sigint
 
 KINDS = ("--declared", "--kinds", "sm90,sm100", "--workers-per-gpu", "1")
 
@@ -86,9 +86,9 @@ def test_a_driver_that_ends_frees_every_gpu_and_goes_on(
 ) -> None:
     words = command(cluster, tmp_path, "mha-decode", *KINDS)
     records = tmp_path / "run" / "records.jsonl"
-    # In a shell's background a Ctrl-C is ignored, and children inherit that.
-    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, preexec_fn=heard) as process:
+    with subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.DEVNULL, preexec_fn=hear_sigint
+    ) as process:
         eventually(lambda: records.is_file() and records.stat().st_size > 0, within_s=60.0)
         assert asked_processes()
         process.send_signal(how)

@@ -13,7 +13,6 @@ import tomllib
 import venv
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +22,7 @@ from packaging.requirements import Requirement
 from ci import __main__ as ci
 from fixtures.pytest_plugin.poll import eventually
 from harness.core.paths import ROOT
+from harness.core.signals import hear_sigint
 
 
 def test_lanes_are_the_tox_environments() -> None:
@@ -162,7 +162,7 @@ def test_an_interrupted_lane_puts_things_in_order(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=hear_sigint,
     )
     eventually(lambda: said.exists() and said.read_text())
     told(program.pid, signal.SIGINT)

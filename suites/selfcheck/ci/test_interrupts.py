@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -17,7 +16,7 @@ import pytest
 from fixtures import bench
 from fixtures.pytest_plugin.poll import eventually
 from harness.__main__ import become
-from harness.core.signals import held
+from harness.core.signals import hear_sigint, held
 from harness.server.launch.process import ROOT
 
 SERVE = ("serve", "--pair", "gqa")
@@ -65,8 +64,7 @@ def test_a_signal_ends_a_program_in_one_line(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # In a shell's background a Ctrl-C is ignored, and children inherit that.
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=hear_sigint,
     )
     try:
         eventually(lambda: moment(program))
