@@ -11,14 +11,16 @@ from fixtures.latency.latency_attention import (
     COPY,
     DECODE,
     EAGER,
+    FA3,
     GRAPH,
     Calls,
     attention,
+    beside_fa3,
     draft_extend,
     floor,
 )
 from fixtures.latency.timing import median, ratio
-from fixtures.tables.latency import ATTENTION, Attention
+from fixtures.tables.latency import ATTENTION, VERIFIED, Attention
 from harness.kernels.flashinfer_xqa import FlashInferXQA
 
 
@@ -36,6 +38,19 @@ def test_the_decode_kernel_verifies_faster(
     line = f"{row.id}: decode {median(samples[DECODE])} µs, floor {least:.3g}, gain {gain}"
     latency_table.lines.append(line)
     assert gain.low > row.least_gain, line
+
+
+@pytest.mark.parametrize("row", VERIFIED, ids=lambda row: row.id)
+def test_fa3_verifies_the_same(row: Attention, cuda: torch.device, latency_table: Table) -> None:
+    if torch.cuda.get_device_capability(cuda)[0] != 9:
+        pytest.skip("FlashAttention 3 is for Hopper")
+    calls = Calls(row, FlashInferXQA(cuda), cuda)
+    decoded, expected = calls.decode().float(), calls.fa3().float()
+    assert (decoded - expected).norm() < 1e-2 * expected.norm()
+    samples = beside_fa3(calls, cuda)
+    latency_table.enter("verify beside FA3, device", row.id, samples)
+    line = f"decode {median(samples[DECODE])} µs, FA3 {median(samples[FA3])} µs"
+    latency_table.lines.append(f"verify {row.id}: {line}")
 
 
 def test_a_graph_extends_the_draft_faster(cuda: torch.device, latency_table: Table) -> None:
