@@ -193,7 +193,7 @@ def test_a_folder_of_packed_records_is_shown_without_a_gpu(capsys, monkeypatch):
     )
     # Used before it was decided: 71.8, 72.1, 72.7, 71.9, 71.7, 74.1, 72.8 and 71.7.
     assert metadata[3] == "72.4"
-    assert metadata[-1] == "improved"
+    assert metadata[-3:] == ["improved", "NVIDIA", "H200"]
 
 
 def test_steps_of_several_hosts_are_pooled():
@@ -212,6 +212,18 @@ def test_steps_of_several_hosts_are_pooled():
         assert min(changes) - 0.05 <= float(cells[6].split()[0]) <= max(changes) + 0.05
         low, high = (float(word) for word in cells[7].removesuffix(" %").split(" to "))
         assert -0.1 <= low < high <= 0.5
+
+
+def test_steps_of_one_kind_of_gpu_are_pooled():
+    row = COMPARISONS["mha-fa3"]
+    rows = list(campaign.effects(row, campaign.recorded(row, Path("docs/example/campaign"))))
+    pools = [cells for cells in rows if cells[0] == "mha-fa3, pooled"]
+    assert [cells[1] for cells in pools] == list(row.workloads)
+    for cells in pools:
+        each = [c for c in rows if c[0] == "mha-fa3" and c[1:3] == cells[1:3]]
+        h100 = [c for c in each if c[-1] == cells[-1] == "NVIDIA H100 80GB HBM3"]
+        assert [c[-1] for c in each if c not in h100] == ["NVIDIA H200"]
+        assert int(cells[9]) == sum(int(c[9].split(",")[0]) for c in h100) == 14
 
 
 def packed(folder: Path, name: str, lines: list[dict[str, Any]]) -> None:
