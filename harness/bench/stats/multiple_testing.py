@@ -79,12 +79,19 @@ class Control(StrEnum):
 def apply_controls(
     table: Mapping[str, Evidence], controls: Mapping[Control, Evidence]
 ) -> dict[str, Evidence]:
-    """The table as it is, or all of it INVALID where a control is missing or failed."""
+    """The table as it is, or all of it INVALID where a control is missing or failed.
+
+    A reason that a row has already, from the controls of another workload, is not told again.
+    """
     reasons = [why for control in Control if (why := _failed(control, controls.get(control)))]
     if not reasons:
         return dict(table)
     return {
-        name: replace(found, verdict=BenchVerdict.INVALID, reasons=(*reasons, *found.reasons))
+        name: replace(
+            found,
+            verdict=BenchVerdict.INVALID,
+            reasons=tuple(dict.fromkeys((*reasons, *found.reasons))),
+        )
         for name, found in table.items()
     }
 

@@ -251,6 +251,7 @@ def test_e_bh_and_controls_decide_a_run():
         " improved instead of ok or inconclusive",
         " missing instead of regressed",
     ]
+    assert apply_controls(invalid_run, {Control.AA: better}) == invalid_run
     broken = replace(lost, reasons=("count differs\nof block 3", "throttled"))
     [why] = apply_controls(table, {Control.AA: same, Control.INJECTED: broken})["same"].reasons
     assert why == "control injected slowdown: invalid instead of regressed (count differs)"
