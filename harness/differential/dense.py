@@ -9,8 +9,8 @@ import torch
 from harness.core.case import Case
 from harness.differential.input_types import ROPE_THETA, ProbeWeights
 
-ROTATED_AT_ONCE = 1 << 10
-"""Tokens; long rows are bound by memory, and complex128 takes eight times what is kept."""
+TOKENS_AT_ONCE = 1 << 10
+"""Long rows are bound by memory: what lies between two dtypes takes eight times what is kept."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ def _rotated(
     frequency = ROPE_THETA**-exponent
     shape = (table.shape[0], len(tokens), *table.shape[2:])
     rotated = torch.empty(shape, dtype=dtype, device=table.device)
-    parts = (tokens.split(ROTATED_AT_ONCE), positions.split(ROTATED_AT_ONCE))
-    for ids, at, part in zip(*parts, rotated.split(ROTATED_AT_ONCE, 1), strict=True):
+    parts = (tokens.split(TOKENS_AT_ONCE), positions.split(TOKENS_AT_ONCE))
+    for ids, at, part in zip(*parts, rotated.split(TOKENS_AT_ONCE, 1), strict=True):
         angle = at.double()[:, None, None] * frequency
         x = table[:, ids]
         turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from harness.core.case import Case, Family, KVDtype
-from harness.differential.dense import dense_rows
+from harness.differential.dense import TOKENS_AT_ONCE, dense_rows
 from harness.differential.input_types import BatchInputs, ProbeWeights, TrialInputs
 from harness.differential.traced_inputs import PADDING, UNOWNED, tracer_row
 from harness.upstream.allocator import PADDING_ROW, PADDING_SLOT, ReqToTokenPool
@@ -214,12 +214,16 @@ _shared_rows = lru_cache(maxsize=3)(_cached_rows)
 
 
 def _cast(rows: torch.Tensor, scales: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-    """Rows [L, …] as the cache holds them, with the scale of each layer."""
-    if dtype.itemsize == 1:
-        limit = torch.finfo(dtype).max
-        scaled = [own.double() / scale for own, scale in zip(rows, scales, strict=True)]
-        rows = torch.stack(scaled).clamp_(-limit, limit)
-    return rows.to(dtype)
+    """Rows [L, n, …] as the cache holds them, with the scale of each layer."""
+    if dtype.itemsize > 1:
+        return rows.to(dtype)
+    limit = torch.finfo(dtype).max
+    stored = torch.empty(rows.shape, dtype=dtype, device=rows.device)
+    for layer, scale, own in zip(rows, scales, stored, strict=True):
+        parts = (layer.split(TOKENS_AT_ONCE), own.split(TOKENS_AT_ONCE))
+        for part, into in zip(*parts, strict=True):
+            into.copy_((part.double() / scale).clamp_(-limit, limit))
+    return stored
 
 
 def _layer_slots(
