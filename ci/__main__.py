@@ -19,10 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from harness.core.signals import INTERRUPTED
+
 CHECKOUT = Path(__file__).resolve().parents[1]
 TOOLS = CHECKOUT / ".tox" / "tools"
 CONSTRAINTS = CHECKOUT / "ci" / "constraints.txt"
-INTERRUPTED = 130
 TOLD_S = 30.0
 """More than tox gives its command to end (tox.ini)."""
 

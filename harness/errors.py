@@ -92,6 +92,11 @@ def rejected(field: str, value: object, accepted: object) -> str:
     return f"{field} = {value!r} is not accepted; accepted: {accepted}"
 
 
+def missing(error: ModuleNotFoundError, extra: str) -> UsageError:
+    """What to raise where a package of an extra is not there."""
+    return UsageError(f"{error.name} is not installed; install with: pip install '.[{extra}]'")
+
+
 def first_line(error: BaseException) -> str:
     """Type and first line of an error, as a record's message."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

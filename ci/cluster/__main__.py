@@ -24,14 +24,14 @@ from ci.gate import named_kinds
 from ci.nightly.trials import planned
 from harness.core.argument_types import CommandLine, above_zero, count
 from harness.core.paths import ROOT
-from harness.errors import UsageError
+from harness.core.signals import INTERRUPTED
+from harness.errors import UsageError, missing
 
 if TYPE_CHECKING:
     import argparse
 
     from ci.cluster.ray_cluster import RayCluster
 
-INTERRUPTED = 130
 WAIT_S = 60.0
 LONGEST_LIST = 20
 
@@ -71,8 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             from ci.cluster.ray_cluster import RayCluster
         except ModuleNotFoundError as error:
-            told = "install with: pip install '.[cluster]'"
-            raise UsageError(f"{error.name} is not installed; {told}") from error
+            raise missing(error, "cluster") from error
         began = time.time()
         with RayCluster(options.address, options.tree) as cluster:
             return run(cluster, options, given[at + 1 :], began)

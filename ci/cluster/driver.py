@@ -84,7 +84,8 @@ class Progress:
     def __str__(self) -> str:
         of = "?" if self.units is None else len(self.units)
         lost = f", {self.losses.batches} batches run again" if self.losses.batches else ""
-        return f"{self.work}: {len(self.ended)} of {of}, {self.red} red{lost}"
+        first = f"; {self.work.first}" if self.work.first and not self.ended else ""
+        return f"{self.work}: {len(self.ended)} of {of}, {self.red} red{lost}{first}"
 
 
 class Drive:

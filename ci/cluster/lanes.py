@@ -73,6 +73,7 @@ def work(
         argv=(*argv, *args),
         items=tuple(row.get("items", ())),
         item=row.get("item", ""),
+        first=row.get("first", ""),
         is_declared=is_declared,
         share=1.0 if kind == CPU else 1.0 / per_gpu,
         is_alone=row.get("alone", False),

@@ -17,6 +17,7 @@ class LaneWork:
         items: after ``python``: a command that prints a command's items, a line each; empty for a
             lane of tests.
         item: the only one, where no command prints them.
+        first: what a node does before its first unit, for people.
         is_declared: the CPU stands in for the kind's GPU, in a dry run.
         share: of a GPU, or of a CPU's core, that a batch takes.
         is_alone: it shares neither its GPU nor its host.
@@ -30,6 +31,7 @@ class LaneWork:
     argv: tuple[str, ...]
     items: tuple[str, ...] = ()
     item: str = ""
+    first: str = ""
     is_declared: bool = False
     share: float = 1.0
     is_alone: bool = False

@@ -19,7 +19,9 @@ class HelpFormatter(argparse.HelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         shown = action.default not in (None, False, "", argparse.SUPPRESS)
         if action.help and shown and "%(default)" not in action.help:
-            return f"{action.help} (default: %(default)s)"
+            many = isinstance(action.default, (list, tuple))
+            default = " ".join(map(str, action.default)) if many else "%(default)s"
+            return f"{action.help} (default: {default})" if default else action.help
         return action.help
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:

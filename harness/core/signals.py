@@ -6,6 +6,9 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a command that Ctrl-C ended, as shells tell it."""
+
 
 @contextmanager
 def held(number: signal.Signals) -> Iterator[None]:

@@ -20,7 +20,7 @@ MODULES = [
     for path in sorted((ROOT / folder).rglob("*.py"))
     if any(word in path.read_text(encoding="utf-8") for word in MADE)
 ]
-UNSAID = (None, False, "", argparse.SUPPRESS)
+UNSAID = (None, False, "", [], argparse.SUPPRESS)
 
 
 class Asked(Exception):
@@ -51,6 +51,11 @@ def with_verbs(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentPar
                 yield from with_verbs(verb)
 
 
+def typed(default: object) -> str:
+    """As it would be written on a command line."""
+    return " ".join(map(str, default)) if isinstance(default, list | tuple) else str(default)
+
+
 def unexplained(parser: argparse.ArgumentParser) -> list[str]:
     """Options without help, and those whose default is not in it."""
     shown = " ".join(parser.format_help().split())
@@ -63,7 +68,7 @@ def unexplained(parser: argparse.ArgumentParser) -> list[str]:
             or (
                 action.option_strings
                 and action.default not in UNSAID
-                and f"(default: {action.default})" not in shown
+                and f"(default: {typed(action.default)})" not in shown
             )
         )
     ]
@@ -89,7 +94,8 @@ def test_what_is_unexplained_is_found() -> None:
     parser.add_argument("--silent")
     parser.add_argument("--number", default=3, help="of something")
     parser.add_argument("--flag", action="store_true", help="of nothing")
-    assert unexplained(parser) == ["silent", "number"]
+    parser.add_argument("--names", nargs="+", default=["a", "b"], help="(default: ['a', 'b'])")
+    assert unexplained(parser) == ["silent", "number", "names"]
 
 
 def test_the_grammar_of_an_arm_names_every_key_and_fits_a_terminal() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -238,3 +239,18 @@ def test_no_more_is_handed_over_than_nodes_can_take() -> None:
     cluster = ScriptedCluster(answer, slots=1)
     Ran(cluster)
     assert most == 2
+
+
+def test_what_a_node_does_before_its_first_unit_is_told_until_one_has_ended() -> None:
+    class SlowCluster(ScriptedCluster):
+        def answers(self, within_s: float) -> list[tuple[Hashable, Answer]]:
+            if self.clock >= 25:
+                return super().answers(12.0)
+            self.clock += within_s
+            return []
+
+    ran = Ran(SlowCluster(once({})), [replace(WORK, first="each node compiles")])
+    blank, planned, *later = ran.told
+    assert {blank, planned} == {"run on sm90: 0 of ?, 0 red; each node compiles"}
+    assert later[0] == "run on sm90: 0 of 12, 0 red; each node compiles"
+    assert later[1] == "run on sm90: 2 of 12, 0 red"
