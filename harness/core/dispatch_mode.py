@@ -1,7 +1,8 @@
-"""A mode that sees every operation and leaves torch's compiler out of the process."""
+"""A mode that sees every operation, and the tensors that an operation is given."""
 
 from __future__ import annotations
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -15,3 +16,17 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def tensors_in(value: object) -> list[torch.Tensor]:
+    """Every tensor of an operation's argument or result, through lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    found: list[torch.Tensor] = []
+    if isinstance(value, list | tuple):
+        for item in value:
+            if isinstance(item, torch.Tensor):
+                found.append(item)
+            elif isinstance(item, list | tuple):
+                found += tensors_in(item)
+    return found

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from harness.core.dispatch_mode import DispatchMode
+from harness.core.dispatch_mode import DispatchMode, tensors_in
 
 T = TypeVar("T")
 
@@ -38,18 +38,14 @@ class SharedReads(DispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         given = self._shared([*args, *(kwargs or {}).values()])
-        if func._schema.is_mutable or not given & self._shared(result):
+        if given and (func._schema.is_mutable or not given & self._shared([result])):
             self.names |= given
         return result
 
-    def _shared(self, value: object) -> set[str]:
-        """Names of the shared tensors in an operation's arguments or result, which nest lists."""
-        if isinstance(value, torch.Tensor):
-            name = self._names.get(_memory(value))
-            return set() if name is None else {name}
-        if isinstance(value, list | tuple):
-            return set().union(*map(self._shared, value))
-        return set()
+    def _shared(self, values: Sequence[object]) -> set[str]:
+        """Names of the shared tensors in an operation's arguments or results."""
+        names = (self._names.get(_memory(tensor)) for tensor in tensors_in(values))
+        return {name for name in names if name is not None}
 
 
 def observed(shared: Mapping[str, torch.Tensor], work: Callable[[], T]) -> tuple[T, set[str]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from harness.core.dispatch_mode import DispatchMode
+from harness.core.dispatch_mode import DispatchMode, tensors_in
 from harness.errors import CaptureViolation, ContractError, UsageError, rejected
 from harness.graphs.cuda_nodes import kernel_names, node_counts
 from harness.graphs.graph import T
@@ -20,7 +20,6 @@ from harness.graphs.host_syncs import (
     Kwargs,
     caller_line,
     dispatched_read,
-    tensors_in,
 )
 
 INTERNAL_FILES.add(__file__)

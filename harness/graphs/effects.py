@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._C._autograd import DeviceType
 
-from harness.core.dispatch_mode import DispatchMode
+from harness.core.dispatch_mode import DispatchMode, tensors_in
 from harness.errors import UsageError, rejected
 from harness.graphs.gpu_profile import Activity, ProfileRow, tally
 from harness.graphs.host_syncs import (
@@ -22,7 +22,6 @@ from harness.graphs.host_syncs import (
     caller_line,
     dispatched_read,
     storage_key,
-    tensors_in,
 )
 from harness.graphs.triton_launches import Launch, launches_seen
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from harness.core.dispatch_mode import tensors_in
+
 aten = torch.ops.aten
 Kwargs = Mapping[str, Any]
 MASKS = (torch.bool, torch.uint8)
@@ -32,20 +34,6 @@ def caller_line() -> str:
     ):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def tensors_in(value: object) -> list[torch.Tensor]:
-    """Every tensor of an operation's argument or result, through lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    found: list[torch.Tensor] = []
-    if isinstance(value, list | tuple):
-        for item in value:
-            if isinstance(item, torch.Tensor):
-                found.append(item)
-            elif isinstance(item, list | tuple):
-                found += tensors_in(item)
-    return found
 
 
 def storage_key(tensor: torch.Tensor) -> int:

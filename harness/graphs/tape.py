@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from harness.core.dispatch_mode import DispatchMode
+from harness.core.dispatch_mode import DispatchMode, tensors_in
 from harness.errors import CaptureViolation, ContractError
 from harness.graphs.effects import AddressLedger
 from harness.graphs.graph import T
@@ -22,7 +22,6 @@ from harness.graphs.host_syncs import (
     caller_line,
     dispatched_read,
     storage_key,
-    tensors_in,
 )
 from harness.graphs.triton_launches import Launch, launches_seen
 

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from harness.core.dispatch_mode import tensors_in
 from harness.errors import ContractError
-from harness.graphs.host_syncs import tensors_in
 
 Observer = Callable[["Launch"], None]
 _observers: list[Observer] = []
