@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Hashable
 
 import pytest
 
 from ci.cluster.driver import Drive
 from ci.cluster.ray_cluster import RayCluster
-from ci.cluster.work import LaneWork, UnitEnd
+from ci.cluster.work import Answer, Ended, LaneWork, UnitEnd
 from fixtures.clusters.local_cluster import LocalCluster
 from harness.core.paths import ROOT
 from harness.core.tree import digest
@@ -25,21 +26,28 @@ time.sleep(0.4)
 
 
 class Disturbed(RayCluster):
-    """A connection that kills a busy node, and adds another, after drawn numbers of answers."""
+    """A connection that kills a busy node, and adds another, after drawn numbers of answers.
+
+    Busy is one that has answered before: what it was handed next is under way. A new node takes
+    seconds to begin.
+    """
 
     def __init__(self, local: LocalCluster, moments: list[int], draw: random.Random) -> None:
         super().__init__(local.address, ROOT)
         self._local, self._moments, self._draw = local, moments, draw
         self._answered = 0
+        self._begun: set[str] = set()
 
-    def answers(self, within_s: float):  # type: ignore[no-untyped-def]
+    def answers(self, within_s: float) -> list[tuple[Hashable, Answer]]:
         found = super().answers(within_s)
         self._answered += len(found)
-        if self._moments and self._answered >= self._moments[0]:
+        busy = [node for node in self._local.nodes if node.id in self._begun]
+        if busy and self._moments and self._answered >= self._moments[0]:
             self._moments.pop(0)
-            chosen = self._draw.choice(self._local.nodes[:2])  # the newest may not have begun
+            chosen = self._draw.choice(busy)
             self._local.kill(chosen)
             self._local.add(chosen.resources)
+        self._begun |= {answer.node.id for _, answer in found if isinstance(answer, Ended)}
         return found
 
 
