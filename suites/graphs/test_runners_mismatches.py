@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -136,6 +137,18 @@ def test_run_wants_its_own_prepare() -> None:
     with pytest.raises(ContractError, match=r"prepared with other \['seq_lens'\]"):
         runner.run(drafted.with_changes(seq_lens=batch.seq_lens.clone()))
     runner.replay(batch)
+    with pytest.raises(ContractError, match="run follows prepare"):
+        runner.run(batch)
+
+
+def test_a_prepare_that_fails_leaves_nothing_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, batch = make(), verify(5, 9, 7)
+    runner.prepare(batch)
+    with monkeypatch.context() as broken:
+        fails = Mock(side_effect=ContractError("no plan"))
+        broken.setattr(runner.attn_backend, "init_forward_metadata_out_graph", fails)
+        with pytest.raises(ContractError, match="no plan"):
+            runner.prepare(verify(1, 2))
     with pytest.raises(ContractError, match="run follows prepare"):
         runner.run(batch)
 

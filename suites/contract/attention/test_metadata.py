@@ -97,6 +97,32 @@ def test_the_longest_query_is_the_one_the_host_knows() -> None:
     )
 
 
+@pytest.mark.parametrize("declared", [DRAFTS - 1, DRAFTS + 2])
+def test_a_longest_query_nobody_knows_is_what_the_batch_declares(declared: int) -> None:
+    spec, v1 = accepted(1, 2, width=declared), ForwardMode.DRAFT_EXTEND
+    assert plan(toy_backend(), v1, [9, 8], 9, spec_info=spec).geometry.max_q_len == declared
+    spec = accepted(1, 2)
+    assert plan(toy_backend(), v1, [9, 8], 9, spec_info=spec).geometry.max_q_len == DRAFTS
+
+
+@pytest.mark.parametrize("asked", [[(4, 8), (3, 9)], [(3, 9), (4, 8)]], ids=str)
+def test_room_of_two_runners_holds_the_padded_queries_of_each(asked: list[tuple[int, int]]) -> None:
+    backend = toy_backend(TRTLLMMLABackend)
+    for size in asked:
+        backend.init_cuda_graph_state(*size)
+    for bs, width in ((4, 2), (3, 3)):
+        lens, rows = [9, 8, 7, 6][:bs], (1, 3, 2, 0)[:bs]
+        counts = accepted(*[1] * bs)
+        batch = batch_for(
+            backend, ForwardMode.DRAFT_EXTEND, lens, bs * width, rows=rows, spec_info=counts
+        )
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        backend.init_forward_metadata_in_graph(batch)
+        assert backend.forward_metadata.pad_rows.tolist() == [
+            row for row in range(bs) for _ in range(width)
+        ]
+
+
 def test_mla_v1_pads_queries_and_lengths_to_the_longest() -> None:
     spec = accepted(1, 3)
     spec.num_accept_tokens_cpu = [1, 3]

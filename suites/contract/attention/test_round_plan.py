@@ -72,6 +72,20 @@ def test_eager_phases_and_other_modes_plan_for_themselves() -> None:
     assert target.forward_metadata.page_table.data_ptr() != shared
 
 
+@pytest.mark.parametrize("family", KINDS)
+def test_a_draft_extend_v1_beside_a_round_fills_its_own_table(family: str) -> None:
+    trio = Trio(family=family)
+    extend, batch = trio.backends[EXTEND], trio.batch(EXTEND, [9, 4])
+    batch = batch.with_changes(forward_mode=ForwardMode.DRAFT_EXTEND)
+    extend.init_forward_metadata_out_graph(batch, in_capture=True)
+    extend.init_forward_metadata_in_graph(batch)
+    pages = [
+        (slots(request, 0, length)[::4] // 4).tolist() for request, length in ((1, 12), (3, 7))
+    ]
+    table = extend.forward_metadata.page_table.tolist()
+    assert [row[: len(own)] for row, own in zip(table, pages, strict=True)] == pages
+
+
 Told = tuple[ForwardMode, int, bool]
 E1, E2 = (1, True), (2, True)
 G1, G2 = (1, False), (2, False)
