@@ -37,13 +37,15 @@ def activate(
         device: what it will run on.
 
     Raises:
-        UsageError: another release is active, or the files are missing.
+        UsageError: another release or source is active, or the files are missing.
     """
     if _active:
         if _active != [(release, source)]:
             raise UsageError(
                 rejected(
-                    "release", release.version, f"{_active[0][0].version}, the one of this process"
+                    "release",
+                    _named(release, source),
+                    f"{_named(*_active[0])}, the one of this process",
                 )
             )
         return
@@ -52,6 +54,10 @@ def activate(
     else:
         _as_installed(release, source)
     _active.append((release, source))
+
+
+def _named(release: Release, source: Path | None) -> str:
+    return release.version if source is None else f"{release.version} in {source}"
 
 
 def _as_installed(release: Release, source: Path | None) -> None:

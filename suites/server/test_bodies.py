@@ -79,4 +79,5 @@ def test_a_key_is_asked_for(fresh_server):
         answer = requests.get(f"{served.url}/server_info", headers=headers, timeout=10)
         assert (answer.status_code, answer.json()["error"]["type"]) == (401, "Unauthorized")
     assert requests.get(f"{served.url}/health", timeout=10).ok
+    assert requests.get(f"{served.url}/health_generate", timeout=10).status_code == 401
     assert served.client.generate([5, 6], 2).completion_tokens == 2

@@ -110,6 +110,8 @@ def test_a_flush_under_load_is_refused_and_loses_nothing(server):
         assert answer.status_code == 400
         if server.kind == "embedded":
             assert "1 running, 0 waiting" in answer.json()["error"]["message"]
+            # What a flush begins anew goes on.
+            assert server.client.server_info()["internal_states"][0]["avg_spec_accept_length"]
         with pytest.raises(Busy):
             flush(server.url, deadline_s=0.2)
         again = server.client.generate(text(2, 40), 60)
@@ -147,20 +149,31 @@ def test_two_hundred_clients_at_once(server):
 
 def test_a_killed_engine_is_named_and_started_again(fresh_server):
     served = fresh_server(context_length=512)
-    failures = []
+    failures, statuses = [], []
 
     def ask() -> None:
         with pytest.raises(ServerError) as caught:
             served.client.generate(SHORT, LONG)
         failures.append(str(caught.value))
 
+    def flush_now() -> None:
+        statuses.append(requests.post(f"{served.url}/flush_cache", timeout=10).status_code)
+
     asking = [threading.Thread(target=ask) for _ in range(3)]
     for thread in asking:
         thread.start()
     eventually(lambda: state(served), lambda counts: counts["running"] == 3)
-    psutil.Process(served.client.server_info()["worker_pid"]).kill()
+    worker = psutil.Process(served.client.server_info()["worker_pid"])
+    worker.suspend()
+    # A question that the engine never answers.
+    asking.append(threading.Thread(target=flush_now))
+    asking[-1].start()
+    time.sleep(0.3)
+    worker.kill()
     for thread in asking:
         thread.join()
+    assert statuses == [503]
+    assert len(failures) == 3
     assert all("503" in f and "the engine's process ended with -9" in f for f in failures)
     assert not served.client.health()
     assert requests.get(f"{served.url}/v1/models", timeout=5).status_code == 503

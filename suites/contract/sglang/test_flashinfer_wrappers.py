@@ -153,6 +153,9 @@ def test_merging_with_nothing_changes_nothing() -> None:
     merged, total = merge_state(v, s, torch.zeros_like(v), nothing)
     torch.testing.assert_close(merged, v)
     torch.testing.assert_close(total, s)
+    merged, total = merge_state(torch.zeros_like(v), nothing, torch.zeros_like(v), nothing)
+    assert torch.equal(merged, torch.zeros_like(v))
+    assert torch.equal(total, nothing)
 
 
 def test_the_logarithm_is_of_base_two() -> None:

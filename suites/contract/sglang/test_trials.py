@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 
 from fixtures.tables import CASES
+from fixtures.toys.toy_attention import mha_layer
 from harness.core.capability import CAPABILITIES
 from harness.core.case import Family
+from harness.errors import UsageError
 from harness.kernels.reference import TorchPaged
-from harness.sglang import backend
+from harness.sglang import backend, batches, process
 from harness.sglang.backend import FLASHINFER_MLA, TRTLLM_MLA, Classes
 from harness.sglang.batches import at_full_width
 from harness.sglang.context import server_arguments
@@ -91,3 +94,25 @@ def test_only_trtllm_mla_rotates_what_it_casts(
     kernel: Any = TorchPaged(CAPABILITIES[Family.MLA, "trtllm_gen"])
     runner = backend._runner(sent, CASES["mla-decode-fp8_cache"], kernel, "cpu", pools)
     assert runner.fuses_rope is fuses
+
+
+@pytest.mark.parametrize("scales", [(0.5, 1.0), (1.0, 0.25), (0.5, 0.25)], ids=str)
+def test_a_layer_has_both_scales_where_one_of_them_is_not_1(
+    scales: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = SimpleNamespace(RadixAttention=lambda **given: SimpleNamespace(**given))
+    monkeypatch.setattr(batches, "load", lambda module: fake)
+    made = batches.new_layer(mha_layer(k_scale=scales[0], v_scale=scales[1]), "cpu")
+    assert (made.k_scale_float, made.v_scale_float) == scales
+    assert (float(made.k_scale), float(made.v_scale)) == scales
+
+
+def test_a_process_tries_one_release_from_one_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    newest, *_, other = reversed(RELEASES.values())
+    monkeypatch.setattr(process, "_active", [(newest, None)])
+    process.activate(newest)
+    for release, source in ((newest, tmp_path), (other, None)):
+        with pytest.raises(UsageError, match="the one of this process"):
+            process.activate(release, source)
