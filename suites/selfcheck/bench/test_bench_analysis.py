@@ -258,3 +258,12 @@ def test_infinities_come_back_as_they_were(tmp_path):
     odd = replace(trial, metrics={"tpot": math.inf, "ttft": -math.inf}, seconds=math.inf)
     assert from_json(to_json(odd)) == odd
     assert from_json(to_json(session)) == session
+
+
+def test_a_block_that_was_cut_off_counts_as_it_was_measured_again(tmp_path):
+    records(tmp_path / "bench.jsonl")
+    lines = list(read(tmp_path / "bench.jsonl"))
+    place = next(i for i, one in enumerate(lines) if isinstance(one, Trial) and one.block == 2)
+    cut_off = replace(lines[place], metrics={"tpot": 99.0})
+    again = [*lines[:place], cut_off, *lines[place:]]
+    assert [f.evidence for f in findings(again)] == [f.evidence for f in findings(lines)]

@@ -1,6 +1,7 @@
 """Blocks have drawn orders, stop early, survive interruptions, and show an injected slowdown."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -283,6 +284,10 @@ def test_an_interrupted_run_goes_on_at_the_block_it_was_in(tmp_path, monkeypatch
     assert not any(slot.session == "rehearsal" for slot in resumed)
     assert {slot.block for slot in resumed if slot.session == "candidate"} >= {1}
     assert {f.workload.id for f in found} == {"small", "large"}
+    measured = [t for t in read(out) if isinstance(t, Trial) and t.session != "rehearsal"]
+    times = Counter((t.session, t.block, t.place, t.workload) for t in measured)
+    # Of the nine trials before, one was of a block that the interruption cut off.
+    assert [key for key, n in times.items() if n > 1] == [("A/A", 1, 0, "small")]
 
 
 def test_bad_conditions_make_it_invalid_and_never_a_failure(tmp_path, monkeypatch):

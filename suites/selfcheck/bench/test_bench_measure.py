@@ -10,7 +10,7 @@ from harness.bench.arms import parse
 from harness.bench.jsonl import from_json, to_json
 from harness.bench.load_generator import WorkloadRun, drive, one
 from harness.bench.measure import TrialMaker, TrialSlot
-from harness.bench.metrics import metrics
+from harness.bench.metrics import metrics, percentile_99
 from harness.bench.prompts import prompts
 from harness.bench.session_records import Sample, Workload
 from harness.errors import Busy, ContractError, NotReady, ServerError, UsageError, brief
@@ -90,6 +90,11 @@ def sample(ttft, latency, tokens, steps, gaps=(1.0,)):
         spec_verify_ct=steps,
         cached_tokens=0,
     )
+
+
+@pytest.mark.parametrize(("many", "wanted"), [(1, 1), (99, 99), (100, 99), (101, 100), (200, 198)])
+def test_99_percent_do_not_exceed_the_99th_percentile(many, wanted):
+    assert percentile_99(range(many, 0, -1)) == wanted
 
 
 def test_metrics_by_hand():

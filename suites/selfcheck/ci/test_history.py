@@ -114,6 +114,13 @@ def test_a_step_is_suspected_at_its_first_night(step_at: int, step: float) -> No
     assert change.p <= change_point.SUSPICION
 
 
+def test_a_step_of_a_long_epoch_is_dated_in_it() -> None:
+    nights = noisy(61, 45, 0.02)
+    change = history.suspicion(nights)
+    assert change is not None
+    assert change.night == nights[45].night
+
+
 def test_quiet_nights_a_spike_and_a_small_step_are_not_suspected() -> None:
     assert sum(history.suspicion(noisy(40, 40, 0.0, seed)) is not None for seed in range(40)) == 0
     spike = noisy(40, 40, 0.0)

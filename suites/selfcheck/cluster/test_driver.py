@@ -219,6 +219,16 @@ def test_a_kind_without_a_node_is_waited_for_and_then_told() -> None:
     assert 5.0 <= cluster.clock <= 7.0
 
 
+def test_each_absence_of_a_node_is_waited_for_by_itself() -> None:
+    class ComesAndGoes(ScriptedCluster):
+        def slots(self, work: LaneWork) -> int:
+            return 0 if self.clock in (0, 1, 2, 6, 7, 8) else 2
+
+    ran = Ran(ComesAndGoes(once({})), wait_s=5.0)
+    assert ran.outcomes == GREEN
+    assert sum("waits for a node" in line for line in ran.told) == 2
+
+
 def test_what_shares_its_host_with_nobody_is_handed_over_first() -> None:
     alone = LaneWork(lane="bench", kind="sm90", argv=(), item="session", is_alone=True)
     cluster = ScriptedCluster(lambda question: usual(question[1]))

@@ -54,6 +54,14 @@ def test_last(record_trial):
     time.sleep(0.2)
     record_trial(trial("last", seconds=0.01))
 
+@pytest.fixture
+def breaks():
+    yield
+    raise RuntimeError("not put back")
+
+def test_skips_and_breaks(breaks):
+    pytest.skip("no such kernel")
+
 def test_exits(record_trial):
     record_trial(trial("exits", Verdict.ERROR))
     os._exit(7)
@@ -102,7 +110,7 @@ def process(folder: Path) -> Iterator[PytestProcess]:
 
 
 def test_one_collection_serves_several_batches(process: PytestProcess, folder: Path) -> None:
-    assert len(process.collected) == 9
+    assert len(process.collected) == 10
     first = process.run([node_id("passes"), node_id("is_red"), node_id("is_skipped")], 30.0)
     assert [(end.unit, end.outcome) for end in first.ended] == [
         (node_id("passes"), "passed"),
@@ -117,8 +125,11 @@ def test_one_collection_serves_several_batches(process: PytestProcess, folder: P
     assert first.ended[2].message.endswith("no such kernel")
     assert (first.killer, first.left) == ("", ())
     assert abs(first.began - time.time()) < 60
-    second = process.run([node_id("last")], 30.0)
-    assert [(end.outcome, end.seconds) for end in second.ended] == [("passed", 0.01)]
+    second = process.run([node_id("last"), node_id("skips_and_breaks")], 30.0)
+    last, broken = second.ended
+    assert (last.outcome, last.seconds) == ("passed", 0.01)
+    assert broken.outcome == "failed"
+    assert broken.message == "test_asked.py:35: RuntimeError: not put back"
     # What the tests of a batch share is made once for it, and torn down before the next.
     assert (folder / "made.txt").read_text().split() == ["made", "torn"] * 2
 
