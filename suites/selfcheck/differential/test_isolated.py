@@ -55,7 +55,7 @@ def run(process: TrialProcess, case: str) -> Record:
     [
         ("kill-SIGSEGV", "the process ended by SIGSEGV"),
         ("kill-SIGHUP", "the process ended by SIGHUP"),
-        ("kill-SIGHUP", "the process ended by SIGHUP"),
+        ("kill-SIGABRT", "the process ended by SIGABRT"),
         ("exit-3", "the process ended by exit code 3"),
         ("hang", "no answer within 2 s"),
     ],
