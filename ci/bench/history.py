@@ -163,7 +163,7 @@ def notes(found: Mapping[tuple[str, str], Series]) -> list[str]:
     alarms, suspected = [], []
     for (case, sku), one in found.items():
         if one.evidence and one.evidence[-1] >= ALARM:
-            first = one.entries[one.alarms[0]].night
+            first = one.entries[next(n for n in one.alarms if n >= one.epochs[-1])].night
             alarms.append(f"alarm: {case} @ {sku} creeps, confirmed since {first}")
         if one.change:
             size = relative(one.change.size, one.entries[-1].higher_is_better)

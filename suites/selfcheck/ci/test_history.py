@@ -75,6 +75,15 @@ def test_alarm_is_at_365_and_noted_with_its_first_night() -> None:
     ]
 
 
+def test_an_alarm_is_dated_in_its_own_epoch() -> None:
+    nights = by_e(400.0, 1.0, 1.0, 400.0, 1.0)
+    nights[2:] = [replace(entry, pin="sglang 0.5.15") for entry in nights[2:]]
+    found = history.series(nights)
+    assert found.alarms == [0, 1, 3, 4]
+    [note] = history.notes({("bs8/tpot", "NVIDIA B200"): found})
+    assert note.endswith(f"since {nights[3].night}")
+
+
 def test_false_alarms_are_rarer_than_one_in_365_nights() -> None:
     # Fair bets: e is 0.15 or 1.85, as after the one block of a night.
     random = np.random.default_rng(3)
