@@ -78,6 +78,11 @@ def test_an_aborted_request_is_told_so(server):
     with slowly(server):
         asking.start()
         runs(server)
+        if server.kind == "embedded":
+            again = requests.post(f"{server.url}/generate", json=body, timeout=10)
+            assert again.status_code == 400
+            assert "one that is not in use" in again.json()["error"]["message"]
+            runs(server)
         server.client.abort("to be aborted")
         asking.join()
         settled(server, SOON_S)

@@ -207,6 +207,22 @@ def test_a_character_is_sent_when_it_is_whole():
     assert asyncio.run(collect()) == ["a", "é", "\ufffd"]
 
 
+@pytest.mark.parametrize("form", [openai.COMPLETION, openai.CHAT], ids=["completion", "chat"])
+def test_an_end_without_new_text_is_a_chunk_with_its_reason(form):
+    async def chunks():
+        for reason in (None, {"type": "stop"}):
+            yield {"text": "a", "meta_info": {"finish_reason": reason}}
+
+    async def collect():
+        stream = openai.completion_chunks(form, "gqa", chunks(), include_usage=False)
+        return [chunk["choices"][0]["finish_reason"] async for chunk in stream]
+
+    *before, last = asyncio.run(collect())
+    assert before
+    assert set(before) == {None}
+    assert last == "stop"
+
+
 def test_what_the_model_is(embedded_server):
     for path in ("/model_info", "/get_model_info"):
         said = requests.get(embedded_server.url + path, timeout=5).json()

@@ -9,10 +9,12 @@ import torch
 
 from fixtures.toys.tiny_engine import BACKENDS, NEW, TinyPair
 from harness.engine.plan_stream import RecordedStreams
+from harness.engine.prefix_cache import PrefixCache
 from harness.engine.request import Request
 from harness.engine.scheduler import Scheduler
 from harness.engine.spec_config import SpecConfig, SpecVersion
 from harness.errors import ContractError, UsageError
+from harness.upstream.allocator import PagedAllocator
 
 SPECS = {
     "target_only": None,
@@ -74,6 +76,13 @@ def test_generated_tokens_are_found_again(tiny):
     assert again.cached_tokens == 20
     assert again.token_ids == list(due.token_ids)
     assert again.accept_lengths == list(due.accept_lengths)[: len(again.accept_lengths)]
+
+
+def test_a_prompt_of_whole_pages_leaves_a_token_to_compute():
+    allocator = PagedAllocator(6, 4)
+    cache, pages = PrefixCache(allocator), allocator.alloc(2)
+    assert cache.insert(FIRST[:8], 8, pages) == {pages[0]}
+    assert [node.page for node in cache.acquire(FIRST[:8])] == [pages[0]]
 
 
 @torch.inference_mode()

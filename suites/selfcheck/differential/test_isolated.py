@@ -34,6 +34,8 @@ def acted(case: Case, subject: Subject, execution: Execution) -> Record:
             os._exit(int(code))
         case ["hang"]:
             time.sleep(60)
+        case ["slow"]:
+            time.sleep(2.5)
     dirty = bool(DIRTY) or case.id == "red"
     DIRTY.append(case.id)
     verdict = Verdict.WRONG_NUMBERS if dirty else Verdict.PASSED
@@ -58,6 +60,7 @@ def run(process: TrialProcess, case: str) -> Record:
         ("kill-SIGABRT", "the process ended by SIGABRT"),
         ("exit-3", "the process ended by exit code 3"),
         ("hang", "no answer within 2 s"),
+        ("slow", "no answer within 2 s"),
     ],
 )
 def test_a_lost_process_costs_its_trial_alone(
@@ -65,7 +68,8 @@ def test_a_lost_process_costs_its_trial_alone(
 ) -> None:
     lost = run(process, case)
     assert (lost.verdict, lost.message, lost.case) == (Verdict.ERROR, message, case)
-    assert run(process, "next").verdict is Verdict.PASSED
+    found = run(process, "next")
+    assert (found.verdict, found.case) == (Verdict.PASSED, "next")
     assert DIRTY == []
 
 

@@ -201,6 +201,11 @@ def test_experts_are_chosen_by_group_and_weighted_by_affinity():
     weights = OracleWeights({"gate.weight": gate, "gate.e_score_correction_bias": bias + 0})
     weights["gate.e_score_correction_bias"][2] = 0.45
     assert route(weights, x, GROUPS)[0].nonzero().flatten().tolist() == [0, 2]
+    # Equal biases choose nothing else, also where they make every score negative.
+    for shift in (0.0, -2.0):
+        level = torch.full((6,), shift)
+        weights = OracleWeights({"gate.weight": gate, "gate.e_score_correction_bias": level})
+        assert route(weights, x, GROUPS)[0].nonzero().flatten().tolist() == [0, 3]
 
 
 @pytest.mark.parametrize("shared", [0, 1])
