@@ -19,11 +19,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from harness.core.signals import INTERRUPTED
-
 CHECKOUT = Path(__file__).resolve().parents[1]
 TOOLS = CHECKOUT / ".tox" / "tools"
 CONSTRAINTS = CHECKOUT / "ci" / "constraints.txt"
+INTERRUPTED = 128 + signal.SIGINT
 TOLD_S = 30.0
 """More than tox gives its command to end (tox.ini)."""
 

@@ -50,6 +50,7 @@ class Lab:
         self.slower, self.injected, self.metrics = slower, injected, metrics
         self.events, self.up, self.most_up, self.dead = [], set(), 0, False
         self.trials, self.stop_after, self.load = 0, 10**9, 0.1
+        self.load_of = {}
         monkeypatch.setattr(
             "harness.bench.arms.Arm.start", lambda arm, log: FakeServer(self, log, arm)
         )
@@ -74,7 +75,9 @@ class Lab:
             workload=workload.id,
             metrics={} if wrong else values | dict.fromkeys(self.metrics, time),
             samples=(),
-            conditions=Conditions(load=self.load, failed=0, output_tokens=16),
+            conditions=Conditions(
+                load=self.load_of.get(slot.block, self.load), failed=0, output_tokens=16
+            ),
             flush_tries=1,
             flush_seconds=0.0,
             invalid=wrong,
@@ -299,6 +302,13 @@ def test_bad_conditions_make_it_invalid_and_never_a_failure(tmp_path, monkeypatc
     assert {f.verdict for f in found} == {BenchVerdict.INVALID}
     assert any("load: 0.7, accepted" in reason for reason in found[0].reasons)
     assert found[0].evidence.dropped == 3  # more than half of the four that may be valid
+
+
+def test_a_dropped_block_is_replaced(tmp_path, monkeypatch):
+    lab = Lab(monkeypatch)
+    lab.load_of = {0: 0.7, 2: 0.7}
+    [found, *_] = lab.run(tmp_path / "bench.jsonl", roles=(Role.CANDIDATE,), blocks_at_most=5)
+    assert (found.evidence.blocks, found.evidence.dropped, len(found.blocks)) == (5, 2, 7)
 
 
 def test_no_wave_begins_that_would_end_too_late(tmp_path, monkeypatch):

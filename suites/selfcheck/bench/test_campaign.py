@@ -139,6 +139,16 @@ def test_a_row_that_cannot_be_measured_is_told_and_the_others_are(recorder, tmp_
     assert [json.loads(f.read_text())[0] for f in sorted(recorder.iterdir())] == ["0", "0"]
 
 
+def test_a_row_whose_verdict_is_red_was_measured(recorder, tmp_path, monkeypatch, capsys):
+    script = recorder.parent / "python"
+    script.write_text(script.read_text().replace("sys.exit(2 if", "sys.exit(1 if"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    words = ["phases", "mha-fa3", "--out", str(tmp_path / "records"), "--seconds", "900"]
+    assert campaign.main(words) == 0
+    assert capsys.readouterr().err == ""
+    assert len([*recorder.iterdir()]) == 2
+
+
 def test_no_row_follows_one_that_was_interrupted(recorder, tmp_path):
     script = recorder.parent / "python"
     script.write_text(script.read_text().replace("sys.exit(2 if", "sys.exit(130 if"))

@@ -298,6 +298,16 @@ def test_estimates():
         hodges_lehmann([])
 
 
+def test_what_an_interval_has_left_out_stays_out():
+    random = np.random.default_rng(0)
+    effects = [*random.normal(0.02, 0.004, 12), *random.normal(-0.01, 0.004, 12)]
+    bounds = [interval(effects[:n]) for n in range(6, len(effects) + 1)]
+    lows, highs = zip(*bounds, strict=True)
+    assert lows[6] > 0  # of the first twelve
+    assert list(lows) == sorted(lows)
+    assert list(highs) == sorted(highs, reverse=True)
+
+
 def test_detectable_effect_grows_with_the_noise():
     bounds = Bounds(delta0=0.005, delta1=0.03, n_max=16)
     quiet, loud = ([s * x for x in SLOTS] for s in (0.1, 1.0))

@@ -21,8 +21,16 @@ from harness.core.environment import environment
 from harness.core.record import Record, Verdict, write_records
 
 pytestmark = pytest.mark.untraced
-PLANTED = {"mha-decode-bs1_short": 3, "mha-decode-bs2_ragged": 5, "mha-extend-bs1_short": 0}
-"""Case -> the place of the first candidate that has its defect; 0 has it from the start."""
+REFUSED = "mha-decode-bs4_unequal"
+PLANTED = {
+    "mha-decode-bs1_short": 3,
+    "mha-decode-bs2_ragged": 5,
+    "mha-extend-bs1_short": 0,
+    REFUSED: 4,
+}
+"""Case -> the place of the first candidate that has its defect; 0 has it from the start.
+
+REFUSED cannot be run before its place, so that nobody knows when it turned."""
 CLEAN = replace(environment(), dirty=False)
 
 
@@ -68,7 +76,11 @@ def record(case: str, release: str, *, is_bad: bool, planned: int) -> Record:
         mode="decode",
         execution="eager",
         device="cpu",
-        verdict=Verdict.WRONG_NUMBERS if is_bad else Verdict.PASSED,
+        verdict=Verdict.WRONG_NUMBERS
+        if is_bad
+        else Verdict.REFUSED
+        if case == REFUSED
+        else Verdict.PASSED,
         environment=CLEAN,
         planned=planned,
         message="hidden_states: 3 of 4 rows wrong" if is_bad else "",

@@ -201,6 +201,9 @@ def test_lane_gets_real_kernels_where_a_gpu_is(
     ci.main(["run"])
     assert environments[-1].get("SPECGATE_STACK") == stack
     assert environments[-1]["PATH"] == os.environ["PATH"]
+    monkeypatch.setenv("SPECGATE_STACK", "test")
+    ci.main(["run"])
+    assert environments[-1]["SPECGATE_STACK"] == "test"
 
 
 @pytest.mark.parametrize("is_there", [False, True])

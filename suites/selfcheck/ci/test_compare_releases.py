@@ -141,6 +141,32 @@ def test_records_of_this_checkout_are_used_again(
     assert "hidden_states: N of N rows wrong" in said.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(
+    ("here", "there", "planned", "is_whole"),
+    [
+        (("c1", False), ("c1", False), 1, True),
+        (("c1", False), ("c2", False), 1, False),
+        (("c1", False), ("c1", False), 2, False),
+        (("c1", False), ("c1", True), 1, False),
+        (("c1", True), ("c1", False), 1, False),
+        (("c1", True), ("c1", True), 1, False),
+    ],
+)
+def test_records_of_other_changes_are_made_again(
+    here: tuple[str, bool],
+    there: tuple[str, bool],
+    planned: int,
+    is_whole: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = (
+        replace(PASSED.environment, commit=commit, dirty=dirty) for commit, dirty in (here, there)
+    )
+    monkeypatch.setattr(compare_releases, "environment", lambda: ours)
+    record = replace(PASSED, environment=theirs, planned=planned)
+    assert compare_releases._is_whole([record]) is is_whole
+
+
 def test_equal_releases_end_with_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare_releases, "_is_whole", bool)
     assert run_main(tmp_path, [PASSED], [NEWER]) == 0

@@ -168,8 +168,9 @@ def test_a_night_counts_once_and_comes_back_as_it_was(tmp_path: Path) -> None:
     entries = [night(1), night(2, low=None, sku="NVIDIA H200"), night(2)]
     assert history.read(path) == []
     assert history.append(path, entries) == entries
-    assert history.append(path, [night(1, cost=9.0), night(3)]) == [*entries, night(3)]
-    assert history.read(path) == [*entries, night(3)]
+    new = [night(1, sku="NVIDIA H200"), night(3)]
+    assert history.append(path, [night(1, cost=9.0), *new]) == [*entries, *new]
+    assert history.read(path) == [*entries, *new]
     assert all("Infinity" not in line for line in path.read_text().splitlines())
 
 

@@ -23,10 +23,10 @@ def store(folder: Path, *, resume: bool = False, work: LaneWork = WORK) -> Store
     return Store(folder, [work], resume=resume, source=SOURCE)
 
 
-def end(name: str, outcome: str = "passed", **facts: object) -> UnitEnd:
+def end(name: str, outcome: str = "passed", kind: str = "sm90", **facts: object) -> UnitEnd:
     verdict = Verdict.PASSED if outcome == "passed" else Verdict.ERROR
     environment = replace(ENVIRONMENT, tree=TREE)
-    record = trial(name, verdict, kind="sm90", test=name, environment=environment)
+    record = trial(name, verdict, kind=kind, test=name, environment=environment)
     usual: dict[str, object] = {"seconds": 2.5, "record": record.to_json()}
     return UnitEnd(unit=name, outcome=outcome, **usual | facts)  # type: ignore[arg-type]
 
@@ -49,6 +49,16 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     assert cases(tmp_path) == ["a", "d"]
     again.add(WORK, [end("b"), end("e")])
     assert sorted(cases(tmp_path)) == ["a", "b", "d", "e"]
+
+
+def test_a_good_end_on_one_kind_keeps_no_record_of_another(tmp_path: Path) -> None:
+    works = [WORK, replace(WORK, kind="cpu")]
+    began = Store(tmp_path, works, resume=False, source=SOURCE)
+    began.add(works[0], [end("a", "failed")])
+    began.add(works[1], [end("a", kind="cpu")])
+    again = Store(tmp_path, works, resume=True, source=SOURCE)
+    assert [again.kept(work) for work in works] == [set(), {"a"}]
+    assert [record.kind for record in read_records(tmp_path / "records.jsonl")] == ["cpu"]
 
 
 def test_without_it_all_begins_anew_in_the_order_of_what_was_timed(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -188,13 +189,19 @@ def test_goldens_that_nothing_plans_are_orphans_until_a_rewrite(folder):
     assert set(content(folder)) == {"manifest.json"}
 
 
-def test_nothing_is_written_before_flush_nor_when_flushing_fails(folder, monkeypatch):
+@pytest.mark.parametrize("fitting", [0, 1, 2])
+def test_nothing_is_written_before_flush_nor_when_flushing_fails(folder, monkeypatch, fitting):
     before = content(folder)
     settle(folder, Workflow.REWRITE, value=3.0, flush=False)
     assert content(folder) == before
 
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
+    write, written = Path.write_bytes, []
+
+    def full(path, data):
+        if len(written) == fitting:
+            raise OSError(28, "No space left on device")
+        written.append(path)
+        return write(path, data)
 
     monkeypatch.setattr("pathlib.Path.write_bytes", full)
     with pytest.raises(GoldenError, match=r"cannot be written: .*No space left"):
