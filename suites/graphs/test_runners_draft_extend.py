@@ -155,6 +155,7 @@ def test_the_host_knows_padded_accept_lengths_where_the_batch_did() -> None:
     batch = extend_batch(V2, [19, 16, 18], [1, 3, 2])
     batch.spec_info.num_accept_tokens_cpu = [1, 3, 2]
     runner.replay(batch)
+    assert batch.spec_info.num_accept_tokens_cpu == [1, 3, 2]
     planned = runner.attn_backend.plans[-1].spec_info
     assert planned.num_accept_tokens_cpu == [1, 3, 2, WIDTH]
     assert planned.num_tokens_per_req == WIDTH

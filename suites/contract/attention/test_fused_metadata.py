@@ -98,6 +98,23 @@ def test_every_fill_leaves_what_a_loop_works_out(
         scene.check(scene.ask(bs))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_inputs_may_have_any_stride(fused: bool, device: torch.device) -> None:
+    scene = Scene(KINDS["draft_extend_v1-padded"], 3, 16, 200, device, swa=False)
+    asked, writer, buffers = scene.ask(3), scene.writers[fused], scene.buffers[fused]
+    packed = asked.inputs(scene.kind, device)
+    apart = {
+        name: torch.stack([value, value.new_full(value.shape, 7)], -1)[:, 0]
+        for name, value in vars(packed).items()
+        if value is not None
+    }
+    (geometry,) = scene.kind.geometries(3, sum(asked.queries))
+    writer.fill([buffers.slice(geometry)], replace(packed, **apart), table=True)
+    wanted = expected(scene.kind, asked, writer, scene.table, scene.mapping)
+    for name, rows in wanted.items():
+        assert leading(getattr(buffers, name), rows) == rows, name
+
+
 @pytest.mark.untraced
 def test_a_batch_of_1023_requests(device: torch.device) -> None:
     scene = Scene(KINDS["round-wide_verify"], 1023, 16, 200, device, swa=False)

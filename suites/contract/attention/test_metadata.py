@@ -123,6 +123,12 @@ def test_room_of_two_runners_holds_the_padded_queries_of_each(asked: list[tuple[
         ]
 
 
+@pytest.mark.parametrize(("steps", "room"), [(6, 6), (2, DRAFTS)])
+def test_a_request_at_full_context_has_room_for_drafts_and_steps(steps: int, room: int) -> None:
+    backend = toy_backend(speculative_num_steps=steps)
+    assert backend.max_total_len == backend.max_context_len + room
+
+
 def test_mla_v1_pads_queries_and_lengths_to_the_longest() -> None:
     spec = accepted(1, 3)
     spec.num_accept_tokens_cpu = [1, 3]

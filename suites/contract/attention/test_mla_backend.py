@@ -102,5 +102,7 @@ def test_the_host_lengths_baseline_reads_lengths_and_refuses_long_ones(changes: 
 def test_a_layer_with_a_window_or_sinks_is_refused(changes: dict[str, Any], text: str) -> None:
     scene = MLAScene()
     batch, inputs = scene.batch(VERIFY, (3, 3)), scene.inputs(6)
+    before = scene.pool.kv_buffer[0].clone()
     with pytest.raises(ContractError, match=text):
         scene.run(batch, inputs, mla_layer(**changes))
+    assert torch.equal(scene.pool.kv_buffer[0], before)

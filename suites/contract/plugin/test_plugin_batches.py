@@ -56,11 +56,17 @@ def test_a_view_that_is_longer_than_its_batch_is_cut() -> None:
         assert getattr(own, name).data_ptr() == getattr(theirs, name).data_ptr()
 
 
-@pytest.mark.parametrize(("declared", "stride"), [(6, 6), (-1, 4)])
-def test_a_draft_extend_has_the_rows_it_declares_or_was_given(declared: int, stride: int) -> None:
+@pytest.mark.parametrize(
+    ("declared", "seq_lens", "stride"),
+    [(6, [31, 7, 4], 6), (-1, [31, 7, 4], 4), (-1, [31, 7, 4, 4], 3)],
+    ids=["declared", "given", "padded"],
+)
+def test_a_draft_extend_has_the_rows_it_declares_or_was_given(
+    declared: int, seq_lens: list[int], stride: int
+) -> None:
     accepted = torch.tensor([1, 4, 2])
     spec = SimpleNamespace(num_accept_tokens=accepted, num_tokens_per_req=declared)
-    own = translated(batch("DRAFT_EXTEND_V2", spec, seq_lens=torch.tensor([31, 7, 4])))
+    own = translated(batch("DRAFT_EXTEND_V2", spec, seq_lens=torch.tensor(seq_lens)))
     assert isinstance(own.spec_info, EagleDraftExtendInput)
     assert own.spec_info.num_tokens_per_req == stride
     assert own.spec_info.num_accept_tokens is accepted

@@ -60,10 +60,10 @@ def lines(*, between=0.0, within=0.0, blocks=12, level=6.0, seed=1, role=Role.SA
                 clock += timedelta(seconds=TRIAL_S)
 
 
-def found(files, effects=(0.0, 0.01, -0.01), seconds=MOST, sessions=60, seed=0):
+def found(files, effects=(0.0, 0.01, -0.01), seconds=MOST, sessions=60, seed=0, design=None):
     (recorded,) = recorded_launches(files)
     asked = Asked(
-        effects=effects, design=recorded.plan.design, bounds=recorded.bounds(MARGIN),
+        effects=effects, design=design or recorded.plan.design, bounds=recorded.bounds(MARGIN),
         seconds=seconds, sessions=sessions, replicates=40, seed=seed,
     )  # fmt: skip
     return {(one.workload, one.effect): one for one in shares_found(recorded, asked)}
@@ -77,6 +77,14 @@ def test_without_noise_every_effect_is_found_and_equal_arms_are_never_blamed():
             assert (one.share, one.low, one.high) == (share, share, share)
             # Both workloads are decided by the same block; a start comes before each.
             assert one.minutes == pytest.approx(one.blocks * BLOCK_S / 60)
+
+
+def test_a_design_of_more_launches_takes_more_starts():
+    shares = found([("host", list(lines()))], design=Design.QUADS)
+    one = shares["one", 0.01]
+    assert one.share == 1.0
+    # Four launches in place of two, and a trial of each for both workloads.
+    assert one.minutes == pytest.approx(one.blocks * (2 * START_S + 2 * 4 * TRIAL_S) / 60)
 
 
 def test_launches_that_differ_by_several_percent_hide_one():

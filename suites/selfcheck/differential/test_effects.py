@@ -47,6 +47,18 @@ def test_each_host_sync_is_reported_once_with_its_line_and_still_happens() -> No
     ]
 
 
+def test_a_host_sync_behind_one_that_failed_is_reported() -> None:
+    lengths = torch.tensor([3, 5])
+    with observe() as effects:
+        with pytest.raises(RuntimeError):
+            torch.tensor(object())
+        int(lengths.max())
+    assert [line.split()[0] for line in effects.host_syncs] == [
+        "torch.tensor",
+        "aten._local_scalar_dense.default",
+    ]
+
+
 def test_what_happens_outside_the_region_is_not_seen() -> None:
     x = torch.ones(2)
     with observe() as effects:
