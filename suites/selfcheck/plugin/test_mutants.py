@@ -317,8 +317,8 @@ def test_the_last_outcomes_are_kept_and_their_killers_asked_first(tmp_path: Path
 
 
 def test_what_cannot_be_asked_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-k", "nothing"]) == 2
-    assert "-k = 'nothing'" in capsys.readouterr().err
+    assert main(["-k", "no such mutant"]) == 2
+    assert "-k = 'no such mutant'" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["--workers", "0"])
     assert "argument --workers: '0' is not accepted; accepted: 1 or" in capsys.readouterr().err
