@@ -29,6 +29,7 @@ def acted(case: Case, subject: Subject, execution: Execution) -> Record:
     match case.id.split("-"):
         case ["kill", name]:
             faulthandler.disable()  # pytest's would write a traceback into the log
+            signal.signal(signal.Signals[name], signal.SIG_DFL)  # nohup ignores SIGHUP
             os.kill(os.getpid(), signal.Signals[name])
         case ["exit", code]:
             os._exit(int(code))
