@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fixtures.pytest_plugin.shards import OTHER_PARTS
 from harness.differential.golden import (
     Golden,
     GoldenOutcome,
@@ -284,8 +285,15 @@ def test_damaged_goldens_are_one_failure(pytester, monkeypatch, folder, name, da
     plugins = ("-p", "fixtures.pytest_plugin.shards", "-p", "fixtures.pytest_plugin.goldens")
     assert pytester.runpytest_inprocess(*plugins).ret == 0
     damage(folder / name)
-    result = pytester.runpytest_inprocess(*plugins)
+    planned = []
+
+    class Counting:
+        def pytest_sessionfinish(self, session):
+            planned.append(len(session.items) + len(session.config.stash[OTHER_PARTS]))
+
+    result = pytester.runpytest_inprocess(*plugins, plugins=[Counting()])
     result.assert_outcomes(passed=1, failed=1, deselected=21)
+    assert planned == [1 + 1 + 21]  # What does not run is planned all the same.
     text = str(result.stdout)
     assert "; undo it with: git checkout golden; if the change is meant: python3 -m" in text
     assert len(result.outlines) < 20
