@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,3 +84,18 @@ def _rotated(
         )
         part.unflatten(-1, (2, half)).copy_(torch.view_as_real(turned).transpose(-1, -2))
     return rotated
+
+
+def cast_by_layer(
+    rows: torch.Tensor,
+    scales: Sequence[float],
+    dtype: torch.dtype,
+    cast: Callable[[torch.Tensor, float], torch.Tensor],
+) -> torch.Tensor:
+    """Rows [L, n, …] at a dtype: a cast from float64 with the scale of each layer."""
+    made = torch.empty(rows.shape, dtype=dtype, device=rows.device)
+    for layer, scale, own in zip(rows, scales, made, strict=True):
+        parts = (layer.split(TOKENS_AT_ONCE), own.split(TOKENS_AT_ONCE))
+        for part, into in zip(*parts, strict=True):
+            into.copy_(cast(part.double(), scale))
+    return made

@@ -10,7 +10,7 @@ import torch
 
 from harness.core.case import Case, Execution, Family, KVDtype, Mode
 from harness.core.numerics import PLAIN, Numerics
-from harness.differential.dense import TOKENS_AT_ONCE, DenseRows, dense_rows
+from harness.differential.dense import DenseRows, cast_by_layer, dense_rows
 from harness.differential.input_types import ProbeWeights, TrialInputs
 from harness.oracle import attend, low_precision_attend, quantize_dequantize
 
@@ -174,12 +174,7 @@ def _rows(problem: DenseProblem, i: int) -> DenseRows:
 
 def _from_cache(rows: torch.Tensor, scales: Sequence[float]) -> torch.Tensor:
     """Rows [L, n, …] after a round trip through an FP8 cache with a scale a layer, float64."""
-    held = torch.empty(rows.shape, dtype=torch.float64, device=rows.device)
-    for layer, scale, own in zip(rows, scales, held, strict=True):
-        parts = (layer.split(TOKENS_AT_ONCE), own.split(TOKENS_AT_ONCE))
-        for part, into in zip(*parts, strict=True):
-            into.copy_(quantize_dequantize(part.double(), scale))
-    return held
+    return cast_by_layer(rows, scales, torch.float64, quantize_dequantize)
 
 
 def _exact_rows(problem: DenseProblem, i: int) -> DenseRows:

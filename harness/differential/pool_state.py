@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from harness.core.case import Case, Family, KVDtype
-from harness.differential.dense import TOKENS_AT_ONCE, dense_rows
+from harness.differential.dense import cast_by_layer, dense_rows
 from harness.differential.input_types import BatchInputs, ProbeWeights, TrialInputs
 from harness.differential.traced_inputs import PADDING, UNOWNED, tracer_row
 from harness.upstream.allocator import PADDING_ROW, PADDING_SLOT, ReqToTokenPool
@@ -218,12 +218,7 @@ def _cast(rows: torch.Tensor, scales: Sequence[float], dtype: torch.dtype) -> to
     if dtype.itemsize > 1:
         return rows.to(dtype)
     limit = torch.finfo(dtype).max
-    stored = torch.empty(rows.shape, dtype=dtype, device=rows.device)
-    for layer, scale, own in zip(rows, scales, stored, strict=True):
-        parts = (layer.split(TOKENS_AT_ONCE), own.split(TOKENS_AT_ONCE))
-        for part, into in zip(*parts, strict=True):
-            into.copy_((part.double() / scale).clamp_(-limit, limit))
-    return stored
+    return cast_by_layer(rows, scales, dtype, lambda x, scale: (x / scale).clamp_(-limit, limit))
 
 
 def _layer_slots(
