@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from harness.core.argument_types import CommandLine, count
 from harness.core.paths import ROOT, python_path
-from harness.core.signals import held
+from harness.core.signals import INTERRUPTED, held
 
 if TYPE_CHECKING:
     Verbs = argparse._SubParsersAction[CommandLine]
@@ -39,8 +39,7 @@ GOLDENS = ("suites/differential/test_goldens.py", "suites/speculative/test_golde
 GOLDEN_MODES = ("verify", "add", "rewrite")
 LEFT_RECORDS = (0, 1, 2)
 """Exit codes of a pytest that ran tests: passed, failed, interrupted."""
-INTERRUPTED = 2
-SIGINT_EXIT = 130
+PYTEST_INTERRUPTED = 2
 HANDED_ON = {
     "bench": ("fixtures.bench", "compare two servers in randomised blocks, to a verdict"),
     "compare": ("harness.bench", "judge a benchmark's records again and print what they show"),
@@ -137,7 +136,7 @@ def gpu(report: Path, workers: int, args: Sequence[str]) -> int:
     spread = ("-n", "auto", "--maxprocesses", "64")
     where = (*CUDA, "--workers-per-gpu", str(workers), "--report", str(folder))
     code = start("pytest", *suites, *spread, *where, *args)
-    timed = not args and code in LEFT_RECORDS and code != INTERRUPTED
+    timed = not args and code in LEFT_RECORDS and code != PYTEST_INTERRUPTED
     codes = [code, latency(report, ()) if timed else 0]
     return next(filter(None, [*codes, *_judge(folder, code, args)]), 0)
 
@@ -215,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_verb(options, args)
     except KeyboardInterrupt:
         print(f"specgate {options.verb}: interrupted", file=sys.stderr)
-        return SIGINT_EXIT
+        return INTERRUPTED
 
 
 def _run_verb(options: argparse.Namespace, args: Sequence[str]) -> int:
