@@ -235,4 +235,6 @@ class PagedBackend(AttentionBackend):
     @staticmethod
     def _with_padding(out: torch.Tensor, rows: int) -> torch.Tensor:
         """[rows, heads * value dim]: the planned rows, and zeros after them."""
-        return pad(out.flatten(1), (0, 0, 0, rows - out.shape[0]))
+        flat = out.flatten(1)
+        # ``pad`` copies where there is nothing to pad, too.
+        return pad(flat, (0, 0, 0, rows - len(flat))) if rows > len(flat) else flat

@@ -70,11 +70,12 @@ def forward_operations(
     pads_queries = mla and case.mode is Mode.DRAFT_EXTEND
     is_single = (case.bs * max(case.q_lens) if pads_queries else tokens) == 1
     if execution is EAGER:
-        each = 60 + 5 * mla + 5 * draft + 2 * adds_hidden + 6 * pads_queries
+        each = 58 + 5 * mla + 5 * draft + 2 * adds_hidden + 6 * pads_queries
+        each += 2 * (case.padded_rows > 0)
         each += 2 * is_single  # of the kernel's query, which is copied then
         once = 5 * draft
     else:
-        each = 33 + 4 * draft + 2 * adds_hidden + 6 * pads_queries
+        each = 31 + 4 * draft + 2 * adds_hidden + 6 * pads_queries
         # One row of a fused projection is contiguous and not copied.
         each -= 2 * (tokens == 1 and not mla)
         once = 3 * draft + 5 * (case.mode is Mode.DRAFT_EXTEND)  # its top-1 of the last row
