@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import requests
@@ -136,6 +137,11 @@ class Client:
     def slow_down(self, seconds: float | None) -> None:
         """Let sglang sleep before every forward, None to stop: an injected slowdown."""
         self._call("POST", "/slow_down", {"forward_sleep_time": seconds})
+
+    def profile(self, folder: Path, steps: int) -> None:
+        """Let sglang record what its GPU runs in the next steps; ``*.trace.json.gz`` follows."""
+        body = {"output_dir": str(folder), "num_steps": steps, "activities": ["GPU"]}
+        self._call("POST", "/start_profile", body)
 
     def delays_gpu(self) -> bool:
         """Whether ``slow_down`` is the wait of a GPU, by our plugin, and no sleep of the host."""
