@@ -96,6 +96,8 @@ class PagedMultiStepDraftBackend(MultiStepDraftBackend):
             backend.planned(self._step_batch(batch, step))
             for step, backend in enumerate(self.attn_backends)
         ]
+        for backend in self.attn_backends:
+            backend.begin_forward()
         bs = phases[0].geometry.bs
         if self._round_plan is not None:
             phases.append(self._round_plan.verify(bs))

@@ -89,7 +89,9 @@ class PagedBackend(AttentionBackend):
             padded_modes=self.padded_modes,
         )
         self.forward_metadata: Metadata | None = None
-        self._eager_forward: object | None = None
+        self._forward: object
+        self._eager_forward: object | None
+        self.begin_forward()
         layout = TableLayout(
             req_to_token=table,
             page_size=token_to_kv_pool.page_size,
@@ -121,7 +123,7 @@ class PagedBackend(AttentionBackend):
         self.forward_metadata = self.writer.new_buffers(geometry).slice(geometry)
         self._check_phase_order(batch, None)
         self._fill(batch)
-        self._eager_forward = object()
+        self._eager_forward = self._forward
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
@@ -139,7 +141,7 @@ class PagedBackend(AttentionBackend):
         self._check(batch)
         if in_capture:
             self._captured.capture(self._planner.geometry(batch, in_capture=True))
-        self._eager_forward = None
+        self.begin_forward()
         metadata = self._captured.find(batch.forward_mode, batch.seq_lens.shape[0])
         check_stride(batch, metadata.geometry)
         self.forward_metadata = metadata
@@ -151,7 +153,11 @@ class PagedBackend(AttentionBackend):
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """Fill the chosen metadata in place, as far as the round's draft has not."""
-        if not batch.forward_mode.is_idle() and not self._reads_the_drafts(batch):
+        if batch.forward_mode.is_idle():
+            return
+        if self._reads_the_drafts(batch):
+            self.begin_forward()
+        else:
             shares = self._round_plan is not None and batch.forward_mode.is_draft_extend_v2()
             self._fill(batch, table=not shares)
 
@@ -171,8 +177,12 @@ class PagedBackend(AttentionBackend):
         """Plan graphs of a mode captured from now on in buffers that others share."""
         self._captured.use_shared(mode, shared)
 
+    def begin_forward(self) -> None:
+        """Calls from now on belong to another forward than those before; a graph may record it."""
+        self._forward, self._eager_forward = object(), None
+
     def _fill(self, batch: ForwardBatch, *, table: bool = True) -> None:
-        self._eager_forward = None
+        self.begin_forward()
         metadata = self.planned(batch)
         bs = metadata.geometry.bs
         inputs = FillInputs(

@@ -89,7 +89,10 @@ class TRTLLMHAAttnBackend(PagedBackend):
         if geometry.forward_mode in self.decode_kernel_modes:
             return self.kernel.decode(
                 DecodeCall(
-                    q_len_per_req=geometry.max_q_len, packed_mask=metadata.packed_mask, **common
+                    q_len_per_req=geometry.max_q_len,
+                    packed_mask=metadata.packed_mask,
+                    forward=self._forward,
+                    **common,
                 )
             )
         return self.kernel.context(

@@ -116,7 +116,9 @@ class TRTLLMMLABackend(PagedBackend):
                 )
             )
         rows = q[metadata.pad_rows] if geometry.pads_queries else q
-        out = self.kernel.mla_decode(DecodeCall(q=rows, q_len_per_req=geometry.max_q_len, **common))
+        out = self.kernel.mla_decode(
+            DecodeCall(q=rows, q_len_per_req=geometry.max_q_len, forward=self._forward, **common)
+        )
         if not geometry.pads_queries:
             return out
         return pad(out, (0, 0, 0, 0, 0, 1))[metadata.unpad_rows]

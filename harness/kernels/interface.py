@@ -45,8 +45,8 @@ class AttentionCall:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those of an operation, by name."""
-        return dict(vars(self))
+        """Those of an operation, by name; which forward it belongs to is none."""
+        return {name: value for name, value in vars(self).items() if name != "forward"}
 
     @property
     def batch_size(self) -> int:
@@ -74,10 +74,13 @@ class DecodeCall(AttentionCall):
         q_len_per_req: query tokens per request.
         packed_mask: [bs, q_len_per_req, 2 * ceil(q_len_per_req / 32)] uint16, bit j of row i set
             where query i sees the request's query token j; for kernels that need it. MHA only.
+        forward: an object that the calls of one forward share, recorded or not: a kernel may plan
+            by lengths at the first of them. None where calls have nothing in common.
     """
 
     q_len_per_req: int
     packed_mask: torch.Tensor | None = None
+    forward: object | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +101,6 @@ class ContextCall(AttentionCall):
     cu_seqlens_k: torch.Tensor
     max_q_len: int
     forward: object | None = None
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Those of an operation; which forward it belongs to is none."""
-        return {name: value for name, value in vars(self).items() if name != "forward"}
 
     @property
     def is_empty(self) -> bool:

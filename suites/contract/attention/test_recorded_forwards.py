@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from fixtures.toys.toy_scenes import MHAScene, MLAScene, phase_id
+from fixtures.toys.toy_trio import Trio
 from harness.attention.baselines import (
     ContextKernelMHABackend,
     HostLengthsMLABackend,
     VerifyFixUpMHABackend,
 )
+from harness.attention.round_plan import DRAFT, EXTEND, VERIFY
 from harness.attention.trtllm_mha import TRTLLMHAAttnBackend
 from harness.attention.trtllm_mla import TRTLLMMLABackend
 from harness.graphs.tape import Tape
@@ -90,3 +93,44 @@ def test_only_calls_of_one_eager_forward_say_that_they_belong_together(
     backend.init_cuda_graph_state(4, 12)
     backend.init_forward_metadata_out_graph(batch, in_capture=True)
     assert layers(plan=False) == [None, None]
+
+
+@pytest.mark.parametrize("scene_of", [MHAScene, MLAScene])
+def test_decode_calls_of_one_forward_say_that_they_belong_together(
+    scene_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene, seen, forwards = scene_of(), [], []
+    backend, entry = scene.backend, "decode" if scene_of is MHAScene else "mla_decode"
+    decode = getattr(backend.kernel, entry)
+    monkeypatch.setattr(
+        backend.kernel, entry, lambda call: seen.append(call.forward) or decode(call)
+    )
+    batch, inputs = scene.batch(ForwardMode.TARGET_VERIFY, (3, 3)), scene.inputs(6)
+    backend.init_cuda_graph_state(4, 12)
+    in_graph = backend.init_forward_metadata_in_graph
+    choose = partial(backend.init_forward_metadata_out_graph, batch)
+    choose(in_capture=True)
+    in_graph(batch)
+    for plan in (backend.init_forward_metadata, lambda _: choose(), in_graph, in_graph):
+        plan(batch)
+        seen.clear()
+        for _ in range(2):
+            scene.forward(batch, inputs, scene.layer)
+        assert seen[0] is seen[1] is not None
+        forwards.append(seen[0])
+    assert len({*map(id, forwards)}) == len(forwards)
+
+
+@pytest.mark.parametrize("mode", [DRAFT, VERIFY, EXTEND], ids=phase_id)
+def test_a_phase_of_a_round_begins_a_forward_of_each_of_its_backends(mode: ForwardMode) -> None:
+    trio = Trio()
+    backends = getattr(trio.backends[mode], "attn_backends", [trio.backends[mode]])
+    forwards = []
+    for phase in (DRAFT, VERIFY, EXTEND):
+        trio.choose(phase, [9, 4])
+        trio.fill(phase, [9, 4])
+    for _ in range(2):
+        forwards += [backend._forward for backend in backends]
+        trio.fill(mode, [9, 4])
+    forwards += [backend._forward for backend in backends]
+    assert len({*map(id, forwards)}) == 3 * len(backends)

@@ -138,3 +138,40 @@ def test_rows_of_padding_alone_launch_nothing_and_are_zero(kind, shape: Shape, r
     )
     assert out.shape[0] == arguments.q.shape[0]
     assert not out.any()
+
+
+def test_layers_of_a_forward_share_a_schedule_and_a_graph_records_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package, scheduled = MODULES["sgl_kernel.flash_mla"], []
+
+    def schedule(*args):
+        scheduled.append(args)
+        return get_mla_metadata(*args)
+
+    get_mla_metadata = package.get_mla_metadata
+    monkeypatch.setattr(package, "get_mla_metadata", schedule)
+    kernel, capturing = FlashMLA("cuda"), False
+    monkeypatch.setattr(flash_mla, "is_readable", lambda _: not capturing)
+    row = next(shape for kind, shape in ROWS if kind is FlashMLA and shape.entry == "mla_decode")
+    short, long = (draw(replace(row, lengths=lengths)) for lengths in ((70, 9), (300, 37)))
+
+    def layers(call: RandomCall, forward: object) -> int:
+        """Schedules that two layers of a forward ask for."""
+        before = len(scheduled)
+        for _ in range(2):
+            obtained = call.on(kernel, forward=forward)
+            expected = call.on(TorchPaged(REFERENCE), out_dtype=torch.float32)
+            torch.testing.assert_close(obtained.float(), expected, rtol=2e-2, atol=1e-2)
+        return len(scheduled) - before
+
+    first, second = object(), object()
+    assert layers(short, first) == 1
+    assert layers(long, second) == 1
+    assert layers(long, second) == 0
+    assert layers(short, first) == 1  # only the last is kept
+    capturing = True  # after a warm-up on the same plan
+    assert layers(short, first) == 1
+    capturing = False
+    assert layers(short, first) == 1
+    assert layers(long, None) == layers(short, None) == 2

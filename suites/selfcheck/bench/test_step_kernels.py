@@ -44,10 +44,10 @@ def test_a_step_is_a_share_of_the_trace():
 
 
 @pytest.mark.parametrize("requests", [1, 8])
-def test_a_profile_begins_when_every_request_decodes(requests):
+def test_a_profile_begins_when_the_last_request_decodes(requests):
     workload = next(w for w in WORKLOADS.values() if w.batch_size == requests)
     begun: list[int] = []
-    prompts: list[int] = []
+    prompts: list[tuple[int, ...]] = []
 
     def pieces():
         for number in range(UNDER_WAY + 4):
@@ -57,20 +57,25 @@ def test_a_profile_begins_when_every_request_decodes(requests):
 
     def answer(asked: Asked) -> Reply:
         if asked.path == "/start_profile":
-            assert begun.count(UNDER_WAY) == requests
+            assert len(prompts) == requests
+            assert begun[-1] >= UNDER_WAY
             assert (asked.body["num_steps"], asked.body["activities"]) == (5, ["GPU"])
             text = json.dumps(TRACE).encode()
             path = Path(asked.body["output_dir"], "1-TP-0.trace.json.gz")
             path.write_bytes(gzip.compress(text)[:-9])  # not written to its end
             path.write_bytes(gzip.compress(text))
             return Reply(body="Start profiling.")
-        prompts.append(len(asked.body["input_ids"]))
-        return Reply(pieces=pieces())
+        prompts.append(tuple(asked.body["input_ids"]))
+        if asked.body.get("stream"):
+            assert len(prompts) == requests  # it was asked last
+            return Reply(pieces=pieces())
+        return Reply(body=EVENT)
 
     with StubServer(answer) as server:
         found = step_kernels.profiled(Client(server.url), workload, 5)
         assert [asked.path for asked in server.asked].count("/start_profile") == 1
-    assert prompts == [workload.input_len] * requests
+    assert [len(prompt) for prompt in prompts] == [workload.input_len] * requests
+    assert len({prompt[0] for prompt in prompts}) == requests
     assert found["void a::gemm<1>(int)"] == Spent(0.4, 8.0)
 
 
@@ -79,7 +84,9 @@ def test_a_server_that_refuses_says_why(path):
     def answer(asked: Asked) -> Reply:
         if asked.path == path:
             return Reply(500, "out of luck")
-        return Reply(pieces=[f"data: {json.dumps(EVENT)}\n\n"] * 9)
+        if asked.body.get("stream"):
+            return Reply(pieces=[f"data: {json.dumps(EVENT)}\n\n"] * 9)
+        return Reply(body=EVENT)
 
     with StubServer(answer) as server, pytest.raises(ServerError, match="out of luck"):
         step_kernels.profiled(Client(server.url), WORKLOADS["bs8-in1024-out97"], 5)
