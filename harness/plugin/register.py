@@ -50,6 +50,7 @@ def register() -> None:
         if served.family is Family.MLA:
             AttentionBackendRegistry.register(served.name, partial(forward_method, served))
             keep_chunked_prefix_cache(served.name)
+            keep_rotary_parts_apart(served.name)
     eagle = "sglang.srt.speculative"
     hooks: dict[str, Callable[..., Any]] = {
         "sglang.srt.server_args.ServerArgs.check_server_args": check_arguments,
@@ -78,6 +79,18 @@ def keep_chunked_prefix_cache(backend: str) -> None:
     if not hasattr(known, "add_chunked_prefix_cache_attention_backend"):  # older than 0.5.18
         from sglang.srt.model_executor import model_runner as known
     known.add_chunked_prefix_cache_attention_backend(backend)
+
+
+def keep_rotary_parts_apart(backend: str) -> None:
+    """Keep sglang from joining latents and rotary parts, two copies a layer that ours takes apart.
+
+    It joins them for a backend that it does not know.
+    """
+    from sglang.srt.models.deepseek_common import utils
+
+    known: list[str] = getattr(utils, "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS", [])
+    if backend not in known:
+        known.append(backend)
 
 
 def forward_method(served: ServedBackend, attention: Any, forward_batch: Any) -> Any:

@@ -68,6 +68,10 @@ def test_a_prefill_beside_flash_mla_runs_per_head_and_keeps_its_chunks(
     assert loaded["chunked"] == [name for name in SERVED if name.startswith("specgate_mla")]
 
 
+def test_latents_and_rotary_parts_are_not_joined_for_ours(loaded: dict[str, Any]) -> None:
+    assert loaded["apart"] == [name for name in SERVED if name.startswith("specgate_mla")]
+
+
 def test_every_hook_found_its_target(loaded: dict[str, Any]) -> None:
     # sglang only logs a hook whose target is gone.
     assert [name.rpartition(".")[2] for name in loaded["hooked"]] == [
