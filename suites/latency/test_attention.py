@@ -7,7 +7,6 @@ import torch
 
 from fixtures.latency.latency import Table
 from fixtures.latency.latency_attention import (
-    COLD,
     CONTEXT,
     COPY,
     DECODE,
@@ -15,7 +14,6 @@ from fixtures.latency.latency_attention import (
     FA3,
     GRAPH,
     NEIGHBOURS,
-    WARM,
     Calls,
     attention,
     beside_fa3,
@@ -43,23 +41,23 @@ def test_the_decode_kernel_verifies_faster(
     assert gain.low > row.least_gain, line
 
 
-@pytest.mark.parametrize("passed", [WARM, COLD], ids=["warm", "cold"])
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
 @pytest.mark.parametrize("row", VERIFIED, ids=lambda row: row.id)
 def test_fa3_verifies_the_same(
-    row: Attention, passed: int, cuda: torch.device, latency_table: Table
+    row: Attention, warm: bool, cuda: torch.device, latency_table: Table
 ) -> None:
     if torch.cuda.get_device_capability(cuda)[0] != 9:
         pytest.skip("FlashAttention 3 is for Hopper")
     calls = Calls(row, FlashInferXQA(cuda), cuda)
     decoded, expected = calls.decode().float(), calls.fa3().float()
     assert (decoded - expected).norm() < 1e-2 * expected.norm()
-    samples = beside_fa3(calls, cuda, passed)
-    cache = "warm" if passed == WARM else "cold"
-    latency_table.enter(f"verify beside FA3, {cache} L2, device", row.id, samples)
+    samples = beside_fa3(calls, cuda, warm)
+    caches = "warm" if warm else "cold"
+    latency_table.enter(f"verify beside FA3, {caches} caches, device", row.id, samples)
     around = median(samples[NEIGHBOURS]).value
     decode, fa3 = (median(samples[arm]).value - around for arm in (DECODE, FA3))
     latency_table.lines.append(
-        f"verify {row.id}, {cache} L2: decode {decode:.2f} µs, FA3 {fa3:.2f} µs"
+        f"verify {row.id}, {caches} caches: decode {decode:.2f} µs, FA3 {fa3:.2f} µs"
     )
 
 
