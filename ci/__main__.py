@@ -9,22 +9,18 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
 import venv
-from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+from ci.child import CHECKOUT, carried_out
+from harness.core.signals import INTERRUPTED
+
 TOOLS = CHECKOUT / ".tox" / "tools"
 CONSTRAINTS = CHECKOUT / "ci" / "constraints.txt"
-INTERRUPTED = 128 + signal.SIGINT
-TOLD_S = 30.0
-"""More than tox gives its command to end (tox.ini)."""
 
 
 def lanes_toml() -> dict[str, Any]:
@@ -116,20 +112,6 @@ def run_lane(lane: str, args: list[str]) -> int:
     handed_on = ["--", *args] if args else []
     stack = {"SPECGATE_STACK": "gpu"} if has_gpu() else {}
     return carried_out([*tox, *handed_on], stack | os.environ)
-
-
-def carried_out(command: list[str], environment: Mapping[str, str]) -> int:
-    """Exit code of a command, which is given the time to put things in order where it is ended."""
-    with subprocess.Popen(command, cwd=CHECKOUT, env=environment) as process:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            # A terminal has told all of them. Who told this process alone is answered as well.
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(TOLD_S)
-            process.send_signal(signal.SIGINT)
-            process.wait()
-            raise
 
 
 def main(argv: list[str]) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from ci.offline.bundle import build, specification
 from ci.offline.run import Carry, rehearse, run
 from harness.core.argument_types import CommandLine
+from harness.core.signals import INTERRUPTED
 from harness.errors import UsageError, rejected
 
 LANES = tuple(specification()["lanes"])
@@ -93,6 +94,9 @@ def main(argv: list[str]) -> int:
     except UsageError as error:
         print(f"offline: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("offline: interrupted", file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 

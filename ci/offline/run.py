@@ -7,7 +7,6 @@ import configparser
 import hashlib
 import os
 import shlex
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ci.carried import MOST_BYTES, SUFFIX, pack, sign
+from ci.child import carried_out
 from ci.offline import checkout_metadata
 from ci.offline.bundle import PYTHONS_FOLDER, RELEASES_FOLDER, specification
 from harness.core.paths import ROOT
@@ -74,7 +74,7 @@ def carried_lane(lane: str, args: list[str], environment: dict[str, str], carry:
     """Exit code of a lane; its records are carried, red ones too."""
     words = command(lane, [*carry.args, *args])
     (ROOT / REPORT / "records.jsonl").unlink(missing_ok=True)  # of a run before
-    code = subprocess.run(words, cwd=ROOT, env=environment, check=False).returncode
+    code = carried_out(words, environment)
     carry.write(ROOT / REPORT)
     return code
 
@@ -107,8 +107,7 @@ def run(bundle: Path, lane: str, args: list[str], carry: Carry | None = None) ->
         environment.pop(NO_BYTECODE, None)
         if carry is not None:
             return carried_lane(lane, args, environment, carry)
-        words = command(lane, args)
-        return subprocess.run(words, cwd=ROOT, env=environment, check=False).returncode
+        return carried_out(command(lane, args), environment)
 
 
 def write_pythons(site: Path, cache: Path) -> None:

@@ -130,7 +130,9 @@ def test_a_campaign_prints_them_and_leaves_them(tmp_path, capsys, monkeypatch):
 
     def compare(row, gib, logs):
         asked.append((row.id, logs))
-        return {"bs1": ({"k": Spent(2, 5.0)}, {"k": Spent(1, 3.0)})}
+        yield "bs1", ({"k": Spent(2, 5.0)}, {"k": Spent(1, 3.0)})
+        assert json.loads((out / "mla-fa3.kernels.json").read_text()).keys() == {"bs1"}
+        yield "bs8", ({"k": Spent(4, 9.0)}, {"k": Spent(1, 3.0)})
 
     monkeypatch.setattr(step_kernels, "compare", compare)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
@@ -138,8 +140,14 @@ def test_a_campaign_prints_them_and_leaves_them(tmp_path, capsys, monkeypatch):
     assert campaign.main(["mla-fa3", "--kernels", "--out", str(out)]) == 0
     assert asked == [("mla-fa3", out)]
     left = json.loads((out / "mla-fa3.kernels.json").read_text())
-    assert left == {"bs1": [{"k": {"launches": 2, "us": 5.0}}, {"k": {"launches": 1, "us": 3.0}}]}
-    assert "-2.0" in capsys.readouterr().out
+    of_b = {"k": {"launches": 1, "us": 3.0}}
+    assert left == {
+        "bs1": [{"k": {"launches": 2, "us": 5.0}}, of_b],
+        "bs8": [{"k": {"launches": 4, "us": 9.0}}, of_b],
+    }
+    printed = capsys.readouterr().out
+    assert "-2.0" in printed
+    assert "-6.0" in printed
 
 
 def test_a_campaign_without_a_gpu_has_none(tmp_path, capsys, monkeypatch):

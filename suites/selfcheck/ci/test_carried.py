@@ -6,7 +6,7 @@ import json
 import lzma
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -200,16 +200,16 @@ def test_a_rehearsal_leaves_the_file_of_the_declared_kind(
 ) -> None:
     started: list[list[str]] = []
 
-    def lane(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    def lane(words: list[str], _: Mapping[str, str]) -> int:
         started.append(words)
         write_records(tmp_path / "report" / "records.jsonl", RECORDS)
-        return subprocess.CompletedProcess(words, code)
+        return code
 
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "records.jsonl").write_text("of a run before\n")
     monkeypatch.setattr(run, "ROOT", tmp_path)
     monkeypatch.setattr(run, "command", lambda name, args: [name, *args])
-    monkeypatch.setattr(run.subprocess, "run", lane)
+    monkeypatch.setattr(run, "carried_out", lane)
     assert offline.main(["rehearse", "--kind", "sm100", "--lane", "gpu", "-k", "xqa"]) == code
     assert started == [["gpu", "--kind", "sm100", "--device", "cpu", "-k", "xqa"]]
     assert carried.unpack(tmp_path / "report" / "sm100.xz") == RECORDS

@@ -9,17 +9,17 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import distributions
 from importlib.util import cache_from_source
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ci.offline import __main__ as cli
 from ci.offline import bundle, checkout_metadata, run
 from harness.core.paths import ROOT
+from harness.core.signals import INTERRUPTED
 from harness.errors import UsageError
 from harness.upstream.released_wheel import WHEELS, Wheel
 
@@ -194,17 +194,17 @@ class Child:
     def __init__(self, code: int) -> None:
         self.code = code
         self.commands: list[list[str]] = []
-        self.options: dict[str, Any] = {}
+        self.environment: Mapping[str, str] = {}
         self.on_path: list[Path] = []
         self.metadata: list[str] = []
 
-    def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    def __call__(self, command: list[str], environment: Mapping[str, str]) -> int:
         self.commands.append(command)
-        self.options = options
-        paths = options["env"]["PYTHONPATH"].split(os.pathsep)
+        self.environment = environment
+        paths = environment["PYTHONPATH"].split(os.pathsep)
         self.on_path = [Path(path) for path in paths]
         self.metadata = [one.name for one in self.on_path[1].iterdir()]
-        return subprocess.CompletedProcess(command, self.code)
+        return self.code
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ def child(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Child
     this_machine(monkeypatch)
     monkeypatch.setattr(checkout_metadata, "write", lambda into, site: (into / site.name).touch())
     made = Child(3)
-    monkeypatch.setattr(run.subprocess, "run", made)
+    monkeypatch.setattr(run, "carried_out", made)
     monkeypatch.setenv("SPECGATE_CACHE", str(tmp_path / "cache"))
     for name in ("FLASHINFER_WORKSPACE_BASE", "SPECGATE_WHEELS"):
         monkeypatch.delenv(name, raising=False)
@@ -252,7 +252,7 @@ def test_lane_is_tox_s_and_finds_the_packages(
         rf"^\[testenv:{name}\]\n(?:.+\n)*commands = python (.+) \{{posargs\}}", tox, re.M
     )
     assert child.commands == [[sys.executable, *line.split(), *args]]
-    environment = child.options["env"]
+    environment = child.environment
     site, _, *rest = child.on_path
     assert files(site) == INSTALLED
     assert child.metadata == [site.name]
@@ -260,7 +260,20 @@ def test_lane_is_tox_s_and_finds_the_packages(
     assert environment["FLASHINFER_WORKSPACE_BASE"] == str(tmp_path / "cache" / "jit")
     assert environment["SPECGATE_WHEELS"] == f"{site}/specgate-wheels"
     assert "PYTHONDONTWRITEBYTECODE" not in environment
-    assert child.options["cwd"] == ROOT
+
+
+def test_an_interrupted_lane_is_one_line(
+    child: Child,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "carried_out", interrupted)
+    assert cli.main(["run", str(tmp_path / "out")]) == INTERRUPTED
+    assert capsys.readouterr().err == "offline: interrupted\n"
 
 
 def test_compiled_kernels_and_releases_may_lie_elsewhere(
@@ -269,8 +282,8 @@ def test_compiled_kernels_and_releases_may_lie_elsewhere(
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "warm"))
     monkeypatch.setenv("SPECGATE_WHEELS", "/releases")
     assert run.run(tmp_path / "out", "gpu", []) == 3
-    assert child.options["env"]["FLASHINFER_WORKSPACE_BASE"] == str(tmp_path / "warm")
-    assert child.options["env"]["SPECGATE_WHEELS"] == "/releases"
+    assert child.environment["FLASHINFER_WORKSPACE_BASE"] == str(tmp_path / "warm")
+    assert child.environment["SPECGATE_WHEELS"] == "/releases"
 
 
 def test_other_machine_is_refused_in_one_line(
