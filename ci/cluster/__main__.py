@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from ci import gate, report
 from ci.cluster import lanes
 from ci.cluster.driver import Drive
 from ci.cluster.machine import CPU
-from ci.cluster.store import RECORDS, Store
+from ci.cluster.store import RECORDS, Store, held
 from ci.cluster.work import LaneWork
 from ci.gate import named_kinds
 from ci.nightly.trials import planned
@@ -73,7 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ModuleNotFoundError as error:
             raise missing(error, "cluster") from error
         began = time.time()
-        with RayCluster(options.address, options.tree) as cluster:
+        with ExitStack() as stack:
+            for lane in options.lanes:
+                stack.enter_context(held(options.report / lane))
+            cluster = stack.enter_context(RayCluster(options.address, options.tree))
             return run(cluster, options, given[at + 1 :], began)
     except UsageError as error:
         print(f"cluster: {error}", file=sys.stderr)

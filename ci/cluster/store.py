@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ci.cluster.driver import as_line
 from ci.cluster.work import LaneWork, UnitEnd
+from harness.core.exclusive import alone_in
 from harness.core.record import Record, write_records
 from harness.errors import UsageError, rejected
 
@@ -17,11 +19,32 @@ RECORDS, ENDED = "records.jsonl", "ended.jsonl"
 Line = dict[str, Any]
 
 
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold a lane's folder, made where missing, for one run.
+
+    Raises:
+        UsageError: another run writes to it, or it cannot be made.
+    """
+    accepted = "a folder that no other run writes to"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(not_writable(folder, error)) from error
+    with alone_in(folder, rejected("--report", str(folder), accepted)):
+        yield
+
+
+def not_writable(folder: Path, error: OSError) -> str:
+    """What to say of a folder."""
+    return rejected("--report", str(folder), f"a writable folder ({error.strerror})")
+
+
 class Store:
     """Keeps what ends at once, so that a run that is killed goes on from there.
 
     Args:
-        folder: of one lane; made where missing.
+        folder: of one lane, as ``held`` has it.
         works: the lane on its kinds.
         resume: whether good ends of this tree are kept; otherwise all is begun anew.
         source: commit and whether it is changed, for records of a tree that travelled without git.
@@ -49,15 +72,13 @@ class Store:
             self._kept = _good(folder, before, works[0].tree)
             records = [*_kept_records(folder / RECORDS, self._kept)]
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             for name in (RECORDS, ENDED):
                 (folder / name).write_text("", encoding="utf-8")
             write_records(folder / RECORDS, records)
             lines = (json.dumps(line) + "\n" for line in self._kept.values())
             (folder / ENDED).write_text("".join(lines), encoding="utf-8")
         except OSError as error:
-            text = rejected("--report", str(folder), f"a writable folder ({error.strerror})")
-            raise UsageError(text) from error
+            raise UsageError(not_writable(folder, error)) from error
 
     def recorded(self, work: LaneWork) -> dict[str, float]:
         """Unit -> seconds that it took in the run before."""

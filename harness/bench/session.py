@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +21,7 @@ from harness.bench.server_pool import stopped_together, wait_together
 from harness.bench.session_records import Line, Session, Trial
 from harness.bench.sizing import PASSES, Rehearsal, RehearsedLaunch, run_size
 from harness.core.argument_types import check_writable
+from harness.core.exclusive import alone_in
 from harness.core.record import Environment
 from harness.errors import ContractError, UsageError, rejected
 
@@ -64,7 +62,8 @@ class BenchRun:
         """
         ends = time.monotonic() + self.seconds
         logs = self._folder_of_logs()
-        with self._locked(logs):
+        refused = rejected("out", str(self.out), "a file that no other run writes to")
+        with alone_in(logs, refused):
             lines = self._begin(logs, ends)
             plans = [line for line in lines if isinstance(line, Session)]
             with ConsoleView(plans, self.console) as view:
@@ -79,24 +78,6 @@ class BenchRun:
                     seconds=ends - time.monotonic(),
                     side_by_side=self.side_by_side,
                 ).run()
-
-    @contextmanager
-    def _locked(self, logs: Path) -> Iterator[None]:
-        """Lock the folder of logs, which exists before the records do.
-
-        Raises:
-            UsageError: another run holds it.
-        """
-        folder = os.open(logs, os.O_RDONLY)
-        try:
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                accepted = "a file that no other run writes to"
-                raise UsageError(rejected("out", str(self.out), accepted)) from error
-            yield
-        finally:
-            os.close(folder)
 
     def _folder_of_logs(self) -> Path:
         """The folder of the servers' logs, made; checked before a server starts.

@@ -91,6 +91,9 @@ def test_a_driver_that_ends_frees_every_gpu_and_goes_on(
     ) as process:
         eventually(lambda: records.is_file() and records.stat().st_size > 0, within_s=60.0)
         assert asked_processes()
+        second = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert second.returncode == 2
+        assert "accepted: a folder that no other run writes to" in second.stderr
         process.send_signal(how)
         code = process.wait(30)
     assert code == (130 if how is signal.SIGINT else -how)

@@ -24,8 +24,8 @@ BENCH = ("bench", "--a", "embedded:", "--b", "embedded:", "--out")
 
 
 def has_begun(program: subprocess.Popen[str]) -> bool:
-    """Whether Python has read our first module: its argparse was needed for that."""
-    return bool(psutil.Process(program.pid).cpu_times().user > 0.2)
+    """Whether its command line is read: a package is imported then, and none before."""
+    return any("-packages" in one.path for one in psutil.Process(program.pid).memory_maps())
 
 
 def has_children(program: subprocess.Popen[str]) -> bool:

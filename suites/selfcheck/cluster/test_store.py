@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ci.cluster.store import Store
+from ci.cluster.store import Store, held
 from ci.cluster.work import LaneWork, UnitEnd
 from fixtures.fakes.sample_records import ENVIRONMENT, trial
 from harness.core.record import Verdict, read_records
@@ -85,8 +86,11 @@ def test_nothing_to_resume_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"--report = .* accepted: a writable folder"):
-        store(tmp_path / "file")
+    with (
+        pytest.raises(UsageError, match=r"--report = .* accepted: a writable folder"),
+        held(tmp_path / "file"),
+    ):
+        pass
 
 
 def test_a_tree_that_travelled_gets_the_commit_it_was_made_of(tmp_path: Path) -> None:
@@ -107,3 +111,13 @@ def test_files_and_failures_without_a_record_are_kept(tmp_path: Path) -> None:
     assert made.failures == ["z on sm90: off"]
     last = json.loads((tmp_path / "ended.jsonl").read_text().splitlines()[1])
     assert (last["unit"], last["message"], last["tree"]) == ("z", "off", TREE)
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
+    folder = tmp_path / "report" / "run"
+    with held(folder):
+        told = f"--report = {str(folder)!r} is not accepted; accepted: a folder that no other run"
+        with pytest.raises(UsageError, match=f"^{re.escape(told)}"), held(folder):
+            pass
+    with held(folder):
+        assert [*folder.iterdir()] == []
