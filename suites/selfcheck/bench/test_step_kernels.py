@@ -44,7 +44,8 @@ def test_a_step_is_a_share_of_the_trace():
 
 
 @pytest.mark.parametrize("requests", [1, 8])
-def test_a_profile_begins_when_the_last_request_decodes(requests):
+def test_a_profile_begins_when_the_last_request_decodes(requests, monkeypatch):
+    monkeypatch.setattr(step_kernels, "LAST_S", 0.1)
     workload = next(w for w in WORKLOADS.values() if w.batch_size == requests)
     begun: list[int] = []
     prompts: list[tuple[int, ...]] = []
