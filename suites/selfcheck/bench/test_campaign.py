@@ -201,8 +201,9 @@ def test_a_folder_of_packed_records_is_shown_without_a_gpu(capsys, monkeypatch):
     metadata = next(
         w for w in shown if w[:3] == ["mla-kv_indices", "bs1-in2048-out193-x4", "metadata"]
     )
-    # Used before it was decided: 71.8, 72.1, 72.7, 71.9, 71.7, 74.1, 72.8 and 71.7.
-    assert metadata[3] == "72.4"
+    # Less blocks 0 and 8, where one arm's clock was capped: 71.5, 71.6, 69.2, 69.7, 71.7, 69.4,
+    # 71.3, 71.8, 68.1 and 68.6.
+    assert metadata[3] == "70.3"
     assert metadata[-3:] == ["improved", "NVIDIA", "H200"]
 
 
