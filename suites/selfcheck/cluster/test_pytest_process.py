@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from ci.cluster.pytest_process import PytestProcess
+from fixtures.pytest_plugin.nested_runs import VARIABLES
 from fixtures.pytest_plugin.poll import eventually
 from harness.core.paths import python_path
 from harness.core.record import Record, Verdict
@@ -96,10 +97,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def variables() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": python_path(), "PYTEST_ADDOPTS": ""}
+    return {**os.environ, **VARIABLES, "PYTHONPATH": python_path(), "PYTEST_ADDOPTS": ""}
 
 
-COMMAND = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+COMMAND = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
 
 @pytest.fixture

@@ -70,7 +70,6 @@ EXPECTED = {
 @pytest.fixture
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(TESTS)
     return pytester

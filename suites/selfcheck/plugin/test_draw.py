@@ -25,7 +25,6 @@ Run = Callable[..., pytest.RunResult]
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs pytest in the repository, in this process."""
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     monkeypatch.chdir(ROOT)
 
     def start(*words: str) -> pytest.RunResult:

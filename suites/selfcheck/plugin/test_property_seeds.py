@@ -46,7 +46,6 @@ Run = Callable[..., pytest.RunResult]
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs the tests, of which ``numbers`` fail; each look at the clock takes a quarter second."""
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     monkeypatch.setattr(hypothesis.core, "global_force_seed", None)
     pytester.makeconftest('pytest_plugins = ["fixtures.pytest_plugin.properties"]')
 
@@ -55,8 +54,8 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
             Path(name).unlink(missing_ok=True)
         monkeypatch.setattr(properties, "time", SimpleNamespace(monotonic=count(0, 0.25).__next__))
         pytester.makepyfile(test_numbers=f"FORBIDDEN = {numbers}\n{TESTS}")
-        without = ("-p", "no:cacheprovider", "-p", "no:schemathesis")
-        return pytester.runpytest_inprocess(*without, *map(str, options))
+        plugins = ("-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin")
+        return pytester.runpytest_inprocess(*plugins, *map(str, options))
 
     return run_
 

@@ -66,7 +66,6 @@ EXPECTED = {
 @pytest.fixture
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     pytester.makeconftest('pytest_plugins = ["fixtures.pytest_plugin.records"]')
     pytester.makepyfile(test_trials=TESTS)
     return pytester

@@ -42,7 +42,6 @@ ARGS = ("-p", "no:cacheprovider", "--report", "out")
 
 @pytest.fixture
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     monkeypatch.setenv("PYTHONPATH", python_path())
     plugins = [f"fixtures.pytest_plugin.{name}" for name in ("resume", "shards", "records")]
     pytester.makeconftest(f"pytest_plugins = {plugins}")

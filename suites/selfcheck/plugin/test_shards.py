@@ -52,7 +52,6 @@ def test_a_part_that_cannot_be_is_refused(text: str) -> None:
 
 @pytest.fixture
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     pytester.makeconftest(
         'pytest_plugins = ["fixtures.pytest_plugin.shards", "fixtures.pytest_plugin.records"]'
     )

@@ -51,7 +51,7 @@ def test_a_sample_is_the_same_in_every_process(pytester: pytest.Pytester) -> Non
 
 
 def test_a_run_that_asks_which_test_executes_what_traces_all(pytester: pytest.Pytester) -> None:
-    assert untraced(pytester, "--cov-context=test") == []
+    assert untraced(pytester, "-p", "pytest_cov.plugin", "--cov-context=test") == []
 
 
 @pytest.mark.parametrize(("marks", "is_traced"), [("", True), ("@pytest.mark.untraced", False)])
@@ -87,5 +87,5 @@ def test_fixtures_and_processes_are_traced_where_their_test_is(
             assert given == traced() == [True] * 3
         """
     )
-    plugin = ("-p", "fixtures.pytest_plugin.traced_sample", "-p", "no:pytest_cov", "-n0")
+    plugin = ("-p", "fixtures.pytest_plugin.traced_sample", "-n0")
     pytester.runpytest_subprocess(*plugin).assert_outcomes(passed=2)

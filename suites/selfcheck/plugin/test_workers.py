@@ -60,7 +60,6 @@ def test_xdist_reads_what_is_chosen(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "2")
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makepyfile(test_a="def test_one(): pass\ndef test_two(): pass")
     plugins = ("-p", "xdist.plugin", "-p", "fixtures.pytest_plugin.workers")
     result = pytester.runpytest_subprocess(*plugins, *words)
