@@ -1,4 +1,7 @@
-"""The environment of a trial: machine, versions, commit."""
+"""The environment of a trial: machine, versions, commit.
+
+Torch is imported by what asks it: a run of pytest without a device need not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,15 @@ import subprocess
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from harness.core.paths import ROOT
 from harness.core.record import Environment
 from harness.core.tree import digest
 from harness.errors import UsageError, rejected
+
+if TYPE_CHECKING:
+    import torch
 
 DEVICES = "cpu, cuda, cuda:1, …"
 
@@ -21,6 +26,8 @@ DEVICES = "cpu, cuda, cuda:1, …"
 @cache
 def environment(device: str = "cpu") -> Environment:
     """The environment of ``device`` ("cpu", "cuda:0", …); unknown facts are empty."""
+    import torch
+
     changes = command("git", "-C", str(ROOT), "status", "--porcelain")
     on_cuda = device.startswith("cuda")
     return Environment(
@@ -48,6 +55,8 @@ def present(name: str, field: str) -> torch.device:
     Raises:
         UsageError: it has none; ``field`` is where the name was given.
     """
+    import torch
+
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -62,6 +71,10 @@ def present(name: str, field: str) -> torch.device:
 
 def compute_capability(device: torch.device | str) -> tuple[int, int] | None:
     """(major, minor) of a GPU, None for a CPU."""
+    if str(device) == "cpu":
+        return None
+    import torch
+
     is_cuda = torch.device(device).type == "cuda"
     return torch.cuda.get_device_capability(device) if is_cuda else None
 

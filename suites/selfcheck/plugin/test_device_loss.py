@@ -131,7 +131,7 @@ def test_the_device_itself_is_asked(
             raise answer
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    found = device_loss.ask(torch.device(device))
+    found = device_loss.ask(device)
     assert found.startswith(told)
     assert bool(found) is bool(told)
     assert "\n" not in found
