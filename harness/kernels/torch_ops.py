@@ -7,6 +7,7 @@ hand, because ``custom_op`` imports the compiler: a second at every start.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -40,8 +41,13 @@ def operation(shapes: Callable[..., Any]) -> Callable[[Function], Function]:
 def _register(
     name: str, function: Callable[..., Any], schema: str, shapes: Callable[..., Any]
 ) -> Callable[..., Any]:
+    @wraps(function)
+    def unseen(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
     torch.library.define(f"{NAMESPACE}::{name}", schema)
-    torch.library.impl(f"{NAMESPACE}::{name}", "CompositeExplicitAutograd")(function)
+    torch.library.impl(f"{NAMESPACE}::{name}", "CompositeExplicitAutograd")(unseen)
     torch.library.register_fake(f"{NAMESPACE}::{name}")(shapes)
     registered: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
     return registered
