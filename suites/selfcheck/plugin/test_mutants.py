@@ -91,6 +91,11 @@ TESTS = {
         "    assert subprocess.check_output([sys.executable, '-c', ask]) == b'0\\n'\n"
     ),
 }
+INI = """[pytest]
+pythonpath = .
+testpaths = suites
+addopts = -p no:anyio -p no:hypothesispytest -p no:schemathesis
+"""
 MODULE = "harness.toy"
 
 
@@ -111,7 +116,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for folder in ("harness", "ci", "fixtures", "suites/cluster"):
         (root / folder).mkdir(parents=True)
     shutil.copytree(ROOT / "fixtures" / "mutation", root / "fixtures" / "mutation")
-    (root / "pytest.ini").write_text("[pytest]\npythonpath = .\ntestpaths = suites\n")
+    (root / "pytest.ini").write_text(INI)
     (root / "harness" / "toy.py").write_text(TOY)
     for name, text in TESTS.items():
         (root / "suites" / name).write_text(IMPORTS + text)
