@@ -115,6 +115,8 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("mutants") / "toy"
     for folder in ("harness", "ci", "fixtures", "suites/cluster"):
         (root / folder).mkdir(parents=True)
+    for package in ("harness", "fixtures"):  # before those that PYTHONPATH may name
+        (root / package / "__init__.py").touch()
     shutil.copytree(ROOT / "fixtures" / "mutation", root / "fixtures" / "mutation")
     (root / "pytest.ini").write_text(INI)
     (root / "harness" / "toy.py").write_text(TOY)
