@@ -23,9 +23,18 @@ SCHEMAS: dict[str, str] = {}
 
 
 def _opaque(function: OpaqueFunction) -> OpaqueFunction:
-    """Register a function as ``specgate::<its name>``, with a shape function beside it."""
+    """Register a function as ``specgate::<its name>``, with a shape function beside it.
+
+    Its own calls of torch are hidden from modes, which would only be slowed down by them.
+    """
+
+    @wraps(function)
+    def hidden(**fields: Any) -> torch.Tensor:
+        with torch._C.DisableTorchFunction():
+            return function(**fields)
+
     SCHEMAS[function.__name__] = torch.library.infer_schema(function, mutates_args=())
-    return _register(function.__name__, function, SCHEMAS[function.__name__], _result)
+    return _register(function.__name__, hidden, SCHEMAS[function.__name__], _result)
 
 
 def operation(shapes: Callable[..., Any]) -> Callable[[Function], Function]:
@@ -41,13 +50,8 @@ def operation(shapes: Callable[..., Any]) -> Callable[[Function], Function]:
 def _register(
     name: str, function: Callable[..., Any], schema: str, shapes: Callable[..., Any]
 ) -> Callable[..., Any]:
-    @wraps(function)
-    def unseen(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            return function(*args, **kwargs)
-
     torch.library.define(f"{NAMESPACE}::{name}", schema)
-    torch.library.impl(f"{NAMESPACE}::{name}", "CompositeExplicitAutograd")(unseen)
+    torch.library.impl(f"{NAMESPACE}::{name}", "CompositeExplicitAutograd")(function)
     torch.library.register_fake(f"{NAMESPACE}::{name}")(shapes)
     registered: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
     return registered
