@@ -24,8 +24,9 @@ BENCH = ("bench", "--a", "embedded:", "--b", "embedded:", "--out")
 
 
 def has_begun(program: subprocess.Popen[str]) -> bool:
-    """Whether its command line is read: a package is imported then, and none before."""
-    return any("-packages" in one.path for one in psutil.Process(program.pid).memory_maps())
+    """Whether its command line is read: a package is imported then; before, coverage's at most."""
+    mapped = {Path(one.path) for one in psutil.Process(program.pid).memory_maps()}
+    return any("-packages" in str(path) and path.parent.name != "coverage" for path in mapped)
 
 
 def has_children(program: subprocess.Popen[str]) -> bool:
