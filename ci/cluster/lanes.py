@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Collection, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def work(
     """
     row = rows()[lane]
     on_gpu = kind != CPU and not is_declared
-    argv = tuple(row.get("command", ()))
+    argv, items = tuple(row.get("command", ())), row.get("items", ())
     if suites := row.get("suites"):
         where = ("--device", "cuda:0" if on_gpu else CPU, "--kind", kind)
         argv = (*PYTEST, *suites, *where)
@@ -71,7 +72,7 @@ def work(
         lane=lane,
         kind=kind,
         argv=(*argv, *args),
-        items=tuple(row.get("items", ())),
+        items=tuple(chain.from_iterable(args if w == "{args}" else [w] for w in items)),
         item=row.get("item", ""),
         first=row.get("first", ""),
         is_declared=is_declared,
