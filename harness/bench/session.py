@@ -111,8 +111,8 @@ class BenchRun:
         planned = sessions(self.setup, rehearsal.levels, self.environment())
         if self.setup.sized:
             choices = (self.setup.passes,) if self.setup.passes else PASSES
-            sized = run_size(planned, rehearsal, choices)
-            for line in sized.told(ends - time.monotonic()):
+            sized = run_size(planned, rehearsal, choices, ends - time.monotonic())
+            for line in sized.told:
                 self.console.print(line, markup=False, highlight=False)
             planned = [replace(session, passes=sized.passes) for session in planned]
         for session in planned:
@@ -120,18 +120,20 @@ class BenchRun:
         return list(planned)
 
     def _rehearse(self, logs: Path) -> Rehearsal:
-        """Trials of every arm, on as many servers at once as blocks have; caches on disk are warm.
+        """Trials of every arm; where noise is measured, in two waves, since the first fills caches.
 
         Raises:
             ContractError: a trial of it was invalid.
         """
         numbered = list(enumerate(self.setup.rehearsed))
         at_once = max(len(ARMS), self.side_by_side)
+        if self.setup.sized:
+            at_once = min(at_once, len(numbered) // 2)
         waves = [numbered[n : n + at_once] for n in range(0, len(numbered), at_once)]
         measured = [self._rehearse_together(wave, logs) for wave in waves]
         return Rehearsal(
             launches=[launch for launches, _ in measured for launch in launches],
-            launch_s=min(seconds for _, seconds in measured),  # the first ones fill caches
+            launch_s=min(seconds for _, seconds in measured),
         )
 
     def _rehearse_together(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from statistics import NormalDist, median
 
 import numpy as np
@@ -93,7 +92,7 @@ class Rehearsal:
 
     Args:
         launches: in the order of their starts, the first of arm A.
-        launch_s: of a server, in seconds, beside the others of a block.
+        launch_s: of a server whose caches are filled, in seconds, beside others.
     """
 
     launches: Sequence[RehearsedLaunch]
@@ -162,10 +161,12 @@ class CaseSize:
         """Blocks that are measured at most, as far as the noise is known."""
         return self.blocks if self.suffices and self.blocks else self.case.bounds.n_max
 
-    @cached_property
-    def seen(self) -> float:
-        """Effect that the allowed blocks find in 9 sessions of 10, log units."""
-        return detectable((self.effect_sd * QUANTILES).tolist(), self.case.bounds, self.thresholds)
+    def seen(self, blocks: int) -> float:
+        """Effect that so many of the allowed blocks find in 9 sessions of 10, log units."""
+        if not blocks:
+            return math.inf
+        bounds = replace(self.case.bounds, n_max=min(blocks, self.case.bounds.n_max))
+        return detectable((self.effect_sd * QUANTILES).tolist(), bounds, self.thresholds)
 
     @property
     def told(self) -> str:
@@ -176,7 +177,7 @@ class CaseSize:
             found = f"{self.blocks} blocks find {needed}"
         else:
             more = self.blocks or f"more than {MOST_BLOCKS}"
-            seen = size(self.seen)
+            seen = size(self.seen(self.measured))
             found = f"cannot: {self.measured} blocks would find {seen}, {needed} needs {more}"
         return f"{self.case.workload}: within {within}, between {between}: {found}"
 
@@ -190,12 +191,14 @@ class RunSize:
         cases: of one session, by workload.
         sessions: how many there are.
         start_s: of the servers of a block of every session.
+        left_s: seconds that are left; may be infinite.
     """
 
     passes: int
     cases: Sequence[CaseSize]
     sessions: int
     start_s: float
+    left_s: float
 
     @property
     def seconds(self) -> float:
@@ -204,31 +207,49 @@ class RunSize:
         return starts + sum(one.measured * one.seconds for one in self.cases)
 
     @property
+    def blocks(self) -> int:
+        """Of each session, at most: those that fit, or those that are measured."""
+        each = self.start_s + sum(one.seconds for one in self.cases)
+        most = max(one.measured for one in self.cases)
+        return most if self.seconds <= self.left_s else max(0, int(self.left_s / each))
+
+    @property
+    def unseen(self) -> dict[str, float]:
+        """Effects that are found, of cases which do not find ``delta1``; by workload."""
+        return {
+            one.case.workload: one.seen(self.blocks)
+            for one in self.cases
+            if not (one.blocks and one.suffices and one.blocks <= self.blocks)
+        }
+
+    @property
     def cost(self) -> tuple[int, float, float]:
         """Cases that see too little, what these see, seconds: the least is chosen."""
-        unseen = [one.seen for one in self.cases if not one.suffices]
-        return len(unseen), sum(unseen), self.seconds
+        return len(self.unseen), sum(self.unseen.values()), self.seconds
 
-    def told(self, left_s: float) -> list[str]:
-        """Lines for a person.
-
-        Args:
-            left_s: seconds that are left; may be infinite.
-        """
+    @property
+    def told(self) -> list[str]:
+        """Lines for a person."""
         minutes = f"{self.seconds / 60:.0f} min"
         fits = f"{minutes} in {self.sessions} sessions"
-        if self.seconds > left_s:
-            each = self.start_s + sum(one.seconds for one in self.cases)
+        if self.seconds > self.left_s:
+            found = [
+                f"{size(effect) if math.isfinite(effect) else 'nothing'} ({workload})"
+                for workload, effect in self.unseen.items()
+            ]
             fits = (
-                f"cannot in the {left_s / 60:.0f} min that are left: {max(0, int(left_s / each))} "
-                f"blocks of each session fit and all take {minutes}, if servers start as slowly as "
-                "in the rehearsal, which filled their caches; --resume goes on"
+                f"cannot in the {self.left_s / 60:.0f} min that are left: {self.blocks} blocks of "
+                f"each session fit and would find {', '.join(found)}; all take {minutes}; "
+                "--resume goes on"
             )
         return [*(one.told for one in self.cases), f"passes per trial {self.passes}: {fits}"]
 
 
 def run_size(
-    sessions: Sequence[Session], rehearsal: Rehearsal, passes: Sequence[int] = PASSES
+    sessions: Sequence[Session],
+    rehearsal: Rehearsal,
+    passes: Sequence[int] = PASSES,
+    left_s: float = math.inf,
 ) -> RunSize:
     """The size at which every case sees its ``delta1``, or the most do, in the least time.
 
@@ -236,6 +257,7 @@ def run_size(
         sessions: plans; the first one's cases are asked.
         rehearsal: of these arms and workloads.
         passes: to choose from.
+        left_s: seconds for all blocks.
 
     Raises:
         UsageError: no case is a step time, or the rehearsal has too few launches or trials.
@@ -264,6 +286,7 @@ def run_size(
             ],
             sessions=len(sessions),
             start_s=design.servers(len(sessions)) * rehearsal.launch_s,
+            left_s=left_s,
         )
 
     return min(map(sized, passes), key=lambda one: one.cost)

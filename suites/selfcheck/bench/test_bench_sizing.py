@@ -14,7 +14,14 @@ from harness.bench.jsonl import read
 from harness.bench.plan import Setup
 from harness.bench.session import BenchRun
 from harness.bench.session_records import CasePlan, Role, Session, Trial
-from harness.bench.sizing import LaunchNoise, Rehearsal, RehearsedLaunch, launch_noise, run_size
+from harness.bench.sizing import (
+    PASSES,
+    LaunchNoise,
+    Rehearsal,
+    RehearsedLaunch,
+    launch_noise,
+    run_size,
+)
 from harness.bench.stats.design import Design
 from harness.bench.stats.estimates import centre
 from harness.bench.stats.stopping import decide, paths
@@ -138,12 +145,27 @@ def test_the_least_time_is_chosen_and_told():
     (case,) = sized.cases
     block = 4 * (START_S + WARM_UP_S) + 3 * 8 * 4 * TRIAL_S
     assert sized.seconds == pytest.approx(case.blocks * block)
-    line, total = sized.told(float("inf"))
+    line, total = sized.told
     assert line.startswith("small: within 1.")
     assert line.endswith(f"{case.blocks} blocks find 1.0 %")
     assert total == f"passes per trial 4: {sized.seconds / 60:.0f} min in 3 sessions"
-    _, late = sized.told(2.5 * block)
-    assert "cannot in the 10 min that are left: 2 blocks of each session fit" in late
+
+
+def test_where_not_all_fits_passes_are_chosen_by_what_the_blocks_that_fit_find():
+    """Only four passes find 1 % in the blocks that are allowed; of one pass more blocks fit."""
+    slow = replace(rehearsal({"small": (0.008, 0.004)}, launches=400), launch_s=30.0)
+    assert run_size([plan(SMALL)] * 3, slow).passes == 4
+    block = 4 * (30.0 + WARM_UP_S) + 3 * 8 * TRIAL_S
+    left_s = 12.5 * block
+    sized = run_size([plan(SMALL)] * 3, slow, left_s=left_s)
+    assert (sized.passes, sized.blocks) == (1, 12)
+    found = {n: run_size([plan(SMALL)] * 3, slow, (n,), left_s).unseen["small"] for n in PASSES}
+    assert 0.01 < found[1] < found[2] < found[4]
+    told = sized.told[-1]
+    assert told.startswith(f"passes per trial 1: cannot in the {left_s / 60:.0f} min that are left")
+    assert f"12 blocks of each session fit and would find {found[1] * 100:.1f} % (small)" in told
+    none = run_size([plan(SMALL)], slow, left_s=1.0).told[-1]
+    assert "0 blocks of each session fit and would find nothing (small)" in none
 
 
 def test_what_the_first_warm_up_compiles_is_no_later_warm_ups():
@@ -159,7 +181,7 @@ def test_launches_that_differ_too_much_are_told_to_hide_the_effect():
     # Passes do not help; a block's effect has 1.4 times the noise of a launch.
     noise = {"small": (0.002, 0.02), "large": (0.002, 0.001)}
     sized = run_size([plan(SMALL, LARGE)], rehearsal(noise))
-    small, large = sized.told(float("inf"))[:2]
+    small, large = sized.told[:2]
     assert small.startswith("small: within 0.18 %, between 2.")
     assert "cannot: 24 blocks would find" in small
     assert small.endswith("1.0 % needs more than 100")
@@ -190,7 +212,7 @@ class QuietLab(Lab):
 
         return measure
 
-    def bench(self, out, *, resume=False, **changed):
+    def bench(self, out, *, resume=False, seconds=float("inf"), **changed):
         asked = {
             "a": parse("url:http://127.0.0.1:9"), "b": parse("url:http://127.0.0.1:8"),
             "workloads": (SMALL,), "margins": REAL_SIZE_ROWS, "roles": tuple(Role), "seed": "x",
@@ -200,7 +222,7 @@ class QuietLab(Lab):
         return BenchRun(
             setup=Setup(**asked | changed), out=out, measure=self.trials_of,
             environment=environment, console=Console(file=self.said, width=200), resume=resume,
-            side_by_side=2,
+            side_by_side=2, seconds=seconds,
         ).run()  # fmt: skip
 
 
@@ -229,6 +251,12 @@ def test_the_plan_holds_the_passes_that_the_rehearsal_chose_and_a_resumed_run_ke
     assert list(read(out)) == lines
 
 
+def test_the_passes_are_chosen_for_the_time_that_is_left(tmp_path, monkeypatch):
+    lab = QuietLab(monkeypatch)
+    lab.bench(tmp_path / "bench.jsonl", roles=(Role.CANDIDATE,), seconds=60)
+    assert "cannot in the 1 min that are left" in lab.said.getvalue()
+
+
 def test_passes_that_are_asked_for_are_obeyed_and_equal_arms_are_launched_twice(
     tmp_path, monkeypatch
 ):
@@ -236,7 +264,7 @@ def test_passes_that_are_asked_for_are_obeyed_and_equal_arms_are_launched_twice(
     lab.bench(out, passes=2, roles=(Role.INJECTED, Role.SAME), blocks_at_most=1)
     assert {line.passes for line in read(out) if isinstance(line, Session)} == {2}
     kinds = [event[0] for event in lab.events]
-    assert kinds[:14] == ["start"] * 2 + ["measure"] * 12
+    assert kinds[:14] == (["start"] + ["measure"] * 6) * 2
     assert kinds[14] == "start"  # of the first block
-    assert {event[1].spec for event in lab.events[:2]} == {"url:http://127.0.0.1:9"}
+    assert {event[1].spec for event in (lab.events[0], lab.events[7])} == {"url:http://127.0.0.1:9"}
     assert "passes per trial 2" in lab.said.getvalue()
