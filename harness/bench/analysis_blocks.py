@@ -64,10 +64,11 @@ def _block(index: int, row: Sequence[Trial], metric: str, *, clocked: bool) -> B
     clocks = [trial.conditions.mhz for trial in row]
     if clocked and None in clocks:
         why.append("mhz: sampled in some trials only")
+    comparable = clocked and not any(trial.conditions.under_cap for trial in row)
     return Block(
         index=index,
         order="".join(trial.arm for trial in row),
         values=tuple(trial.metrics[metric] for trial in row if metric in trial.metrics),
-        mhz=tuple(mhz for mhz in clocks if mhz is not None) if clocked else (),
+        mhz=tuple(mhz for mhz in clocks if mhz is not None) if comparable else (),
         invalid=tuple(dict.fromkeys(why)),
     )

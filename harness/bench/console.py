@@ -155,9 +155,11 @@ def _most_trials(session: Session) -> int:
 
 
 def conclude(found: Sequence[Finding], reasons: Sequence[str], verdict: BenchVerdict) -> Group:
-    """The result: the table, what moved and where the time went, the verdict and its reasons."""
-    moved = [f for f in found if f.role is Role.CANDIDATE and (f.is_part or f.has_moved)]
-    told = [Text(f"{f.id}: {'; '.join(f.reasons)}") for f in moved if f.reasons]
+    """The result: the table, why candidates moved or are red, the verdict and its reasons."""
+    candidates = [f for f in found if f.role is Role.CANDIDATE]
+    asked = [f for f in candidates if f.is_part or f.has_moved or f.verdict.is_red]
+    own = {f.id: [why for why in f.reasons if why not in reasons] for f in asked}
+    told = [Text(f"{name}: {'; '.join(whys)}") for name, whys in own.items() if whys]
     why = [Text(f"  {reason}") for reason in reasons]
     said = Text(f"verdict: {verdict}", style=VERDICT_STYLES[verdict])
     return Group(*map(Text, filter(None, [visible(found)])), table(found), *told, said, *why)

@@ -65,7 +65,7 @@ class Block:
         index: its place in the session, from 0; invalid blocks keep theirs.
         order: such as ``BAAB``, one letter per trial.
         values: one number per trial, in run order and in the metric's unit.
-        mhz: median SM clock during each trial, where there is one.
+        mhz: median SM clock during each trial; empty where unknown, or where it follows the load.
         invalid: why its measurement cannot be believed; empty otherwise.
     """
 
@@ -105,6 +105,11 @@ class Block:
     def effect_in_cycles(self) -> float:
         """The same of time × clock, for a metric that is a time; needs ``mhz``."""
         return self._effect([value * mhz for value, mhz in zip(self.values, self.mhz, strict=True)])
+
+    @property
+    def effect_of_clock(self) -> float:
+        """The same of the clock; needs ``mhz``."""
+        return self._effect(self.mhz)
 
     def _effect(self, numbers: Sequence[float]) -> float:
         return float(centre(neighbours(np.log(numbers), self.order)))

@@ -15,7 +15,6 @@ from harness.bench.stats.e_process import DEFAULT_SCALE, Array
 from harness.bench.stats.estimates import hodges_lehmann, interval
 from harness.bench.stats.margin import Bounds, Margin
 from harness.bench.stats.stopping import VERDICT_CODES, Thresholds, decide, paths
-from harness.errors import UsageError, rejected
 
 INVALID_SHARE = Fraction(1, 3)
 """Largest part of the blocks that may be invalid."""
@@ -157,16 +156,15 @@ def _estimate(effects: Array, calibrated: float) -> tuple[float, float, float]:
 def _clocks_disagree(
     blocks: Sequence[Block], effects: Array, verdict: BenchVerdict, sign: float
 ) -> bool:
-    """Whether an effect in time is zero or of the other sign in cycles.
+    """Whether the arms' clocks differ and the effect in time is zero or turned in cycles.
 
     Asked of the whole session and only to withdraw REGRESSED or IMPROVED: dropping single blocks
-    for it would keep those whose drawn order enlarged a small effect.
+    for it would keep those whose drawn order enlarged a small effect. A difference of clocks must
+    be shown as an effect is, by six blocks at least: jitter explains nothing.
     """
-    if verdict not in (BenchVerdict.REGRESSED, BenchVerdict.IMPROVED) or not any(
-        b.mhz for b in blocks
-    ):
+    clocked = [block for block in blocks if block.mhz]
+    if verdict not in (BenchVerdict.REGRESSED, BenchVerdict.IMPROVED) or not clocked:
         return False
-    if not all(block.mhz for block in blocks):
-        raise UsageError(rejected("mhz", "of some blocks", "of all valid blocks, or of none"))
-    cycles = sign * hodges_lehmann([block.effect_in_cycles for block in blocks])
-    return cycles * hodges_lehmann(list(effects)) <= 0.0
+    low, high = interval([block.effect_of_clock for block in clocked])
+    cycles = sign * hodges_lehmann([block.effect_in_cycles for block in clocked])
+    return not low <= 0.0 <= high and cycles * hodges_lehmann(list(effects)) <= 0.0

@@ -47,12 +47,17 @@ class Conditions:
     flushed: bool | None = None
     correct: bool | None = None
 
+    @property
+    def under_cap(self) -> bool:
+        """Whether the power cap held, so that clocks follow the load."""
+        return (self.capped or 0.0) > CAPPED_SHARE
+
 
 def _one(values: Collection[Any]) -> bool:
     return len(set(values)) == 1
 
 
-# A power cap is accepted where every trial of the block was under it; clocks then follow the load.
+# A power cap is accepted where every trial of the block was under it.
 VALIDITY_CHECKS: tuple[tuple[str, Callable[[Sequence[Any]], bool], str], ...] = (
     ("foreign_processes", lambda seen: not any(seen), "no other process computes on the GPU"),
     ("throttled", lambda seen: not any(seen), "no slowdown, power brake or thermal reason"),
@@ -73,7 +78,7 @@ VALIDITY_CHECKS: tuple[tuple[str, Callable[[Sequence[Any]], bool], str], ...] = 
 def reasons(trials: Sequence[Conditions]) -> tuple[str, ...]:
     """Why the block of these trials is invalid, whatever their order, and so blind to the arms."""
     found = []
-    capped = any((trial.capped or 0.0) > CAPPED_SHARE for trial in trials)
+    capped = any(trial.under_cap for trial in trials)
     for name, holds, accepted in VALIDITY_CHECKS:
         if name == "mhz" and capped:
             continue

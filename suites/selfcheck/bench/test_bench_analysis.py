@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from fixtures import bench
 from fixtures.tables.margins import MARGINS
@@ -32,6 +33,7 @@ def records(
     ratio=1.05,
     blocks=16,
     mhz=(None, None),
+    capped=0.0,
     counts=({}, {}),
     role=Role.SAME,
     lost=(),
@@ -57,7 +59,7 @@ def records(
             trial = Trial(
                 session="s", block=index, place=place, arm=arm, workload=workload.id,
                 metrics={} if gone else {"tpot": 5.0 * ratio**side}, samples=(),
-                conditions=Conditions(mhz=mhz[side]),
+                conditions=Conditions(mhz=mhz[side], capped=capped),
                 flush_tries=1, flush_seconds=0.0, invalid=gone, started="",
                 seconds=1.0, counts={} if gone else counts[side],
             )  # fmt: skip
@@ -78,8 +80,22 @@ def test_an_effect_that_is_gone_in_cycles_is_not_believed(tmp_path):
     slow_clock = judged(tmp_path / "slow_clock")
     assert slow_clock.verdict is BenchVerdict.INVALID
     assert slow_clock.reasons[0] == "time and cycles disagree on the sign"
+    records(
+        tmp_path / "capped", ratio=1.008, mhz=(1980.0, 1980.0 / 1.009), capped=0.6, bounds=narrow
+    )
+    assert judged(tmp_path / "capped").verdict is BenchVerdict.REGRESSED
     records(tmp_path / "half", mhz=(1980.0, None))
     assert "mhz: asked of some trials only" in judged(tmp_path / "half").reasons
+
+
+def test_a_candidate_that_is_not_believed_says_why(tmp_path, capsys):
+    narrow = Bounds(delta0=0.001, delta1=0.006, n_max=16)
+    path = tmp_path / "bench.jsonl"
+    clocks = (1980.0, 1980.0 / 1.009)
+    records(path, ratio=1.008, mhz=clocks, role=Role.CANDIDATE, bounds=narrow)
+    compare.show(read(path), Console(width=100))
+    told = "s/smoke-bs2-in32-out32/tpot: time and cycles disagree on the sign"
+    assert told in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize(

@@ -164,8 +164,9 @@ def test_a_slowdown_that_the_clock_explains_is_invalid():
     assert evidence([0.5] * 8, mhz=True).verdict is BenchVerdict.INVALID
     blocks, plan = session([0.5] * 8, mhz=True)
     bare, _ = session([0.5] * 8)
-    with pytest.raises(UsageError, match="mhz"):
-        judge([*blocks[:7], bare[7]], plan)
+    assert judge([*bare[:2], *blocks[2:]], plan).verdict is BenchVerdict.INVALID
+    five = judge([*bare[:3], *blocks[3:]], plan)  # too few to show that the clocks differ
+    assert five.verdict is BenchVerdict.REGRESSED
 
 
 def test_a_session_has_the_drawn_orders():
@@ -215,6 +216,28 @@ def test_short_trials_forget_drifts_and_spikes(order):
         clocks = (1500.0,) * len(order)
         clocked = Block(index=0, order=order, values=tuple(np.exp(logs)), mhz=clocks)
         assert getattr(clocked, name) == pytest.approx(seen)
+
+
+@pytest.mark.parametrize(
+    ("clocks", "verdict"),
+    [
+        # Of B beside A's 1980 MHz, in percent: a clock that differs, and one that jitters by more.
+        ((-0.9, -0.8, -0.9, -0.9, -0.8, -0.9, -0.9, -0.8, -0.9), "invalid"),
+        ((-3.5, +1.0, -3.0, +2.0, -4.0, -3.0, +1.5, -3.5, -3.0), "regressed"),
+        ((+0.9, +0.8, +0.9, +0.9, +0.8, +0.9, +0.9, +0.8, +0.9), "regressed"),
+    ],
+)
+def test_an_effect_is_withdrawn_for_clocks_that_differ_and_not_for_their_jitter(clocks, verdict):
+    blocks, plan = session([0.008] * len(clocks), metric=TPOT)
+    plan = replace(plan, bounds=Bounds(delta0=0.001, delta1=0.006, n_max=len(clocks)))
+    clocked = [
+        replace(
+            block,
+            mhz=tuple(1980.0 * (1 + percent / 100 * (arm == "B")) for arm in block.order),
+        )
+        for block, percent in zip(blocks, clocks, strict=True)
+    ]
+    assert judge(clocked, plan).verdict == verdict
 
 
 def test_families():
