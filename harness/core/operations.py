@@ -69,6 +69,8 @@ def forward_operations(
     adds_hidden = case.mode in (Mode.DRAFT_EXTEND, Mode.DRAFT_EXTEND_V2)
     pads_queries = mla and case.mode is Mode.DRAFT_EXTEND
     is_single = (case.bs * max(case.q_lens) if pads_queries else tokens) == 1
+    is_fp8 = case.kv_dtype is KVDtype.FP8
+    casts_query = is_fp8 and capability.casts_query_to_kv_dtype and not mla
     if execution is EAGER:
         each = 58 + 5 * mla + 5 * draft + 2 * adds_hidden + 6 * pads_queries
         each += 2 * (case.padded_rows > 0)
@@ -76,13 +78,12 @@ def forward_operations(
         once = 5 * draft
     else:
         each = 31 + 4 * draft + 2 * adds_hidden + 6 * pads_queries
-        # One row of a fused projection is contiguous and not copied.
-        each -= 2 * (tokens == 1 and not mla)
+        # One row of a fused projection is contiguous and not copied; nor is a query that is cast.
+        each -= 2 * (tokens == 1 and not mla and not casts_query)
         once = 3 * draft + 5 * (case.mode is Mode.DRAFT_EXTEND)  # its top-1 of the last row
         once += conventions.more.outputs
-    if case.kv_dtype is KVDtype.FP8:
+    if is_fp8:
         # Keys and values are scaled and cast; a query, too, where the kernel wants it in FP8.
-        casts_query = capability.casts_query_to_kv_dtype and not mla
         each += case.num_layers * (11 if casts_query else 8)
         each += case.num_layers * (is_single and casts_query and execution is EAGER)
     return _forwards(case) * each + once

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from fixtures.covering.rows import case_of
 from fixtures.drivers.mode_orders import AllModes, cases_of
 from fixtures.tables import find
 from harness.attention.paged_backend import PagedBackend
@@ -103,6 +104,16 @@ def test_work_that_is_left_out_is_told_too() -> None:
     assert check_operations("the plan", 33, 34) == [
         "the plan: 33 operations, expected 34 [operations beyond the formula]"
     ]
+
+
+@pytest.mark.parametrize("kv", ["auto", "float8_e4m3fn"])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("kernel", ["trtllm_gen", "xqa"])
+def test_a_query_that_is_cast_is_not_copied_too(kernel: str, batch: int, kv: str) -> None:
+    # One token's query is a view that nobody copies, and one in FP8 is new whatever its batch.
+    row = {"family": Family.MHA, "mode": Mode.DECODE, "batch": batch, "length": 256, "kv": kv}
+    record = run_trial(case_of(row), SUBJECTS[f"trtllm_mha/{kernel}"], GRAPH)
+    assert (record.verdict, record.message) == (Verdict.PASSED, "")
 
 
 @pytest.mark.parametrize("baseline", ["dead_topk", "host_lengths", "kv_indices"])
