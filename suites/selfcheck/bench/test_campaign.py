@@ -229,12 +229,15 @@ def test_steps_of_one_kind_of_gpu_are_pooled():
     row = COMPARISONS["mha-fa3"]
     rows = list(campaign.effects(row, campaign.recorded(row, Path("docs/example/campaign"))))
     pools = [cells for cells in rows if cells[0] == "mha-fa3, pooled"]
-    assert [cells[1] for cells in pools] == list(row.workloads)
+    blocks = {"NVIDIA H200": [8, 4], "NVIDIA H100 80GB HBM3": [7, 7]}
+    asked = {(kind, workload) for kind in blocks for workload in row.workloads}
+    assert len(pools) == len(asked)
+    assert {(cells[-1], cells[1]) for cells in pools} == asked
     for cells in pools:
         each = [c for c in rows if c[0] == "mha-fa3" and c[1:3] == cells[1:3]]
-        h100 = [c for c in each if c[-1] == cells[-1] == "NVIDIA H100 80GB HBM3"]
-        assert [c[-1] for c in each if c not in h100] == ["NVIDIA H200"]
-        assert int(cells[9]) == sum(int(c[9].split(",")[0]) for c in h100) == 14
+        own = [int(c[9].split(",")[0]) for c in each if c[-1] == cells[-1]]
+        assert own == blocks[cells[-1]]
+        assert int(cells[9]) == sum(own)
 
 
 def packed(folder: Path, name: str, lines: list[dict[str, Any]]) -> None:
