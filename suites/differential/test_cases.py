@@ -16,6 +16,7 @@ from filelock import FileLock
 from fixtures.covering.rows import values_of_trial
 from fixtures.plan import custom_trials, trials
 from fixtures.pytest_plugin.goldens import load_row
+from fixtures.pytest_plugin.run_again import run_again
 from fixtures.tables import LONG
 from harness.core.case import Case, Execution
 from harness.core.record import Record, Verdict
@@ -58,15 +59,17 @@ def test_case(
     execution: Execution,
     device: torch.device,
     record_trial: Callable[[Record], None],
+    pytestconfig: pytest.Config,
 ) -> None:
-    row, _, number = case.id.partition(DRAW)
+    row, _, _ = case.id.partition(DRAW)
+    blank = untried(case, subject, execution, device)
     axes = values_of_trial(case, subject.kernel, execution)
-    record_trial(replace(untried(case, subject, execution, device), axes=axes))
+    command = run_again(blank.reproduce, pytestconfig)
+    record_trial(replace(blank, axes=axes, reproduce=command))
     with alone(device) if row in LONG else nullcontext():
         record = run_trial(case, subject, execution, device, load_row(case))
-    if number:
-        record = replace(record, reproduce=f"{record.reproduce} --draw {number}")
-    record_trial(replace(record, axes=axes))
+    record = replace(record, axes=axes, reproduce=command)
+    record_trial(record)
     if record.verdict is Verdict.REFUSED:
         pytest.skip(record.message)
     if record.verdict.is_red:

@@ -12,6 +12,7 @@ import torch
 
 from fixtures.models import shipped
 from fixtures.models.shipped import FAMILIES, Setup
+from fixtures.pytest_plugin.run_again import run_again
 from harness.core.case import Dtype, Execution
 from harness.core.environment import environment
 from harness.core.record import Record, Verdict
@@ -63,7 +64,8 @@ def test_text(
     record_trial: Callable[[Record], None],
     request: pytest.FixtureRequest,
 ) -> None:
-    blank = untried(setup, index, device, f"pytest '{request.node.nodeid}'")
+    command = run_again(f"pytest '{request.node.nodeid}'", request.config)
+    blank = untried(setup, index, device, command)
     record_trial(blank)
     if reason := setup.refusal(device):
         record_trial(replace(blank, verdict=Verdict.REFUSED, message=reason))

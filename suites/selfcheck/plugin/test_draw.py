@@ -5,10 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from fixtures import plan
+from fixtures.pytest_plugin.run_again import run_again
 from harness.core.paths import ROOT
 from harness.core.record import Record, Verdict, read_records
 
@@ -57,6 +60,38 @@ def test_other_inputs_of_a_row_are_named_and_repeated_by_its_command(
     assert run(*command[1:], "--report", str(again)).ret == 0
     [record] = read_records(again / "records.jsonl")
     assert [quantity.error for quantity in record.quantities] == errors[1]
+
+
+def test_the_command_of_a_row_of_triples_has_their_option(run: Run, tmp_path: Path) -> None:
+    pairs = {case.id for case, _, _ in plan.covering_trials(None, 2)}
+    case, subject, execution = next(
+        trial for trial in plan.covering_trials(None, 3) if trial[0].id not in pairs
+    )
+    chosen = f"test_case[{case.id}-{subject.name}-{execution}]"
+    words = (f"suites/differential/test_cases.py::{chosen}", "--report", str(tmp_path))
+    assert run(*words).ret == pytest.ExitCode.USAGE_ERROR
+    assert run(*words, "--covering", "3").ret == 0
+    [record] = read_records(tmp_path / "records.jsonl")
+    assert shlex.split(record.reproduce)[2:] == ["--covering", "3"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("cpu", 2, None), ""),
+        (("cuda:1", 2, None), " --device cuda"),
+        (("cpu", 0, 7), " --covering 0 --draw 7"),
+    ],
+)
+def test_a_command_has_the_options_that_are_not_usual(
+    options: tuple[str, int, int | None], words: str
+) -> None:
+    names = ("--device", "--covering", "--draw")
+    asked = cast(
+        "pytest.Config",
+        SimpleNamespace(getoption=dict(zip(names, options, strict=True)).__getitem__),
+    )
+    assert run_again("pytest 'a.py::b[c]'", asked) == f"pytest 'a.py::b[c]'{words}"
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "x"])
