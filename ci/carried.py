@@ -85,6 +85,11 @@ def sign(path: Path, key: Path) -> Path:
         UsageError: ssh-keygen cannot; names what it said.
     """
     _keygen("--sign", str(key), "sign", "-f", str(key), "-n", NAMESPACE, str(path))
+    return signature_of(path)
+
+
+def signature_of(path: Path) -> Path:
+    """Where the signature of a file is, if there is one."""
     return path.with_name(path.name + SIGNATURE)
 
 
@@ -98,7 +103,7 @@ def signer(path: Path, signers: Path) -> str:
     Raises:
         UsageError: nobody of these did, or the file was changed since.
     """
-    signature = path.with_name(path.name + SIGNATURE)
+    signature = signature_of(path)
     if not signature.is_file():
         raise UsageError(rejected("--signers", str(signature), "a signature beside each file"))
     known = ("-s", str(signature), "-f", str(signers))

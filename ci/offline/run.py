@@ -17,7 +17,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from ci.carried import MOST_BYTES, SUFFIX, pack, sign
+from ci.carried import MOST_BYTES, SUFFIX, pack, sign, signature_of
 from ci.child import carried_out
 from ci.offline import checkout_metadata
 from ci.offline.bundle import PYTHONS_FOLDER, RELEASES_FOLDER, specification
@@ -51,13 +51,17 @@ class Carry:
         """For the lane."""
         return ["--kind", self.kind, *(["--device", "cpu"] if self.is_declared else [])]
 
+    def file(self, report: Path) -> Path:
+        """Where it is."""
+        return report / f"{self.kind}{SUFFIX}"
+
     def write(self, report: Path) -> None:
         """Write the file beside the records, and say where it is.
 
         Raises:
             UsageError: there are no records of this kind, or they cannot be signed.
         """
-        file = pack(report / "records.jsonl", self.kind, report / f"{self.kind}{SUFFIX}")
+        file = pack(report / "records.jsonl", self.kind, self.file(report))
         written = [file, *([sign(file, self.key)] if self.key else [])]
         for path in written:
             print(f"offline: {path} ({path.stat().st_size:,} bytes)")
@@ -73,9 +77,12 @@ def rehearse(lane: str, args: list[str], carry: Carry) -> int:
 def carried_lane(lane: str, args: list[str], environment: dict[str, str], carry: Carry) -> int:
     """Exit code of a lane; its records are carried, red ones too."""
     words = command(lane, [*carry.args, *args])
-    (ROOT / REPORT / "records.jsonl").unlink(missing_ok=True)  # of a run before
+    report = ROOT / REPORT
+    file = carry.file(report)
+    for of_a_run_before in (report / "records.jsonl", file, signature_of(file)):
+        of_a_run_before.unlink(missing_ok=True)
     code = carried_out(words, environment)
-    carry.write(ROOT / REPORT)
+    carry.write(report)
     return code
 
 

@@ -234,7 +234,8 @@ def _topk(output: LogitsProcessorOutput, case: Case, expected: Expected) -> Comp
         )
     last = torch.tensor(case.q_lens).cumsum(0) - 1
     expected_p = output.next_token_logits.cpu()[last].double().softmax(-1).amax(-1)
-    if (worst := float((output.topk_p[:, 0].cpu() - expected_p).abs().max())) > TOPK_P_ERROR:
+    worst = float((output.topk_p[:, 0].cpu() - expected_p).abs().max())
+    if not worst <= TOPK_P_ERROR:  # nor is NaN
         message = f"topk_p: off by {worst:.2e} from the softmax of the last accepted row"
         return Comparison(
             quantity="topk",

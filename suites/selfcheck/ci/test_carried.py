@@ -216,6 +216,20 @@ def test_a_rehearsal_leaves_the_file_of_the_declared_kind(
     assert capsys.readouterr().out.startswith(f"offline: {tmp_path}/report/sm100.xz (")
 
 
+def test_a_lane_that_leaves_no_records_leaves_no_file_of_the_run_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = tmp_path / "report"
+    report.mkdir()
+    for name in ("records.jsonl", "sm100.xz", "sm100.xz.sig"):
+        (report / name).write_text("of a run before\n")
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    monkeypatch.setattr(run, "command", lambda name, args: [name, *args])
+    monkeypatch.setattr(run, "carried_out", lambda *_: 2)
+    assert offline.main(["rehearse", "--kind", "sm100", "--lane", "gpu"]) == 2
+    assert [*report.iterdir()] == []
+
+
 def test_a_run_on_a_machine_asks_its_gpu_for_the_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,6 +141,32 @@ def test_records_of_this_checkout_are_used_again(
     assert "hidden_states: N of N rows wrong" in said.read_text(encoding="utf-8")
 
 
+def test_chosen_trials_do_not_pass_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def run(side: compare_releases.Side, folder: Path, args: Sequence[str]) -> None:
+        asked.append(tuple(args))
+        folder.mkdir(parents=True, exist_ok=True)
+        cases = ["chosen"] if args else ["chosen", "another"]
+        records = [
+            replace(PASSED, case=case, planned=len(cases), environment=ours) for case in cases
+        ]
+        write_records(folder / "records.jsonl", records)
+
+    ours = replace(PASSED.environment, commit="c1", dirty=False)
+    monkeypatch.setattr(compare_releases, "environment", lambda: ours)
+    monkeypatch.setattr(compare_releases.Side, "run", run)
+    words = ["0.5.22", "0.5.23", "--report", str(tmp_path)]
+    assert main([*words, "-k", "chosen"]) == 0
+    assert main(words) == 0
+    assert asked == [("-k", "chosen")] * 2 + [()] * 2
+    assert main(words) == 0
+    assert len(asked) == 4
+    capsys.readouterr()
+
+
 @pytest.mark.parametrize(
     ("here", "there", "planned", "is_whole"),
     [

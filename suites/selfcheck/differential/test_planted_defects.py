@@ -206,6 +206,18 @@ class TopKOfHalfLogits(DraftExtendRunner):
         return replace(rounded, next_token_logits=output.next_token_logits)
 
 
+class NoProbability(DraftExtendRunner):
+    def finish(self, output: Any, batch: ForwardBatch) -> Any:
+        finished = super().finish(output, batch)
+        return replace(finished, topk_p=finished.topk_p * torch.nan)
+
+
+class IndexOfAnotherRequest(DraftExtendRunner):
+    def finish(self, output: Any, batch: ForwardBatch) -> Any:
+        finished = super().finish(output, batch)
+        return replace(finished, topk_index=finished.topk_index.roll(1, 0))
+
+
 class StaleTail(DraftExtendRunner):
     def prepare(self, batch: ForwardBatch) -> None:
         super().prepare(batch)
@@ -247,6 +259,8 @@ ROWS: tuple[tuple[Subject, type, str, Execution, Verdict, str], ...] = (
     (XQA, ValuesSpoiltForTheNextRound, "mha-decode-bs2_ragged", GRAPH, Verdict.WRONG_NUMBERS, "kv_cache.value0: "),
     (MHA, ViewsHandedOut, "mha-draft_extend_v2-accept_1_3", GRAPH, Verdict.BROKEN_INVARIANT, "changed in the next one"),
     (MHA, TopKOfHalfLogits, "mha-draft_extend_v1-accept_1_3", GRAPH, Verdict.WRONG_NUMBERS, "topk_p: off by"),
+    (MHA, NoProbability, "mha-draft_extend_v1-accept_1_3", GRAPH, Verdict.WRONG_NUMBERS, "topk_p: off by nan"),
+    (MHA, IndexOfAnotherRequest, "mha-draft_extend_v1-accept_1_3", GRAPH, Verdict.WRONG_TOKENS, "topk: "),
     (MHA, StaleTail, "mha-draft_extend_v2-bs3_ragged_padded_to_4", GRAPH, Verdict.BROKEN_INVARIANT, "out_cache_loc"),
 )  # fmt: skip
 
