@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,6 +149,24 @@ def test_a_tensor_reshaped_in_place_keeps_the_shape_each_operation_saw() -> None
     tape.replay()
     assert out.tolist() == [3.0, 4.0, 7.0]
     assert "aten.unsqueeze_.default" not in tape.operations
+
+
+def test_a_tensor_that_is_handed_over_by_name_keeps_its_shape_too() -> None:
+    x, y = torch.tensor([1.0, 2.0]), torch.zeros(2)
+
+    def run() -> torch.Tensor:
+        torch.add(x, 1, out=y)
+        y.unsqueeze_(0)
+        return y.sum(1)
+
+    tape = Tape()
+    out = tape.capture(run)
+    x.copy_(torch.tensor([3.0, 4.0]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns where it resizes a result
+        tape.replay()
+    assert out.tolist() == [9.0]
+    assert y.tolist() == [[4.0, 5.0]]
 
 
 def test_a_recording_needs_no_gradient() -> None:

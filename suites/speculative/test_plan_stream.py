@@ -174,6 +174,18 @@ def test_reads_of_scheduled_memory_are_observed_wherever_the_work_runs(
         assert streams.ran == ["reserve", "lay out", "plan", "verify"]
 
 
+def test_what_was_scheduled_once_stays_observed() -> None:
+    streams, table, mapping = RecordedStreams(), torch.zeros(3), torch.zeros(2)
+    streams.schedule("reserve", lambda: None, writes={"table": table})
+    streams.schedule("release", lambda: None, writes={"mapping": mapping})
+    streams.main("draft", lambda: table + 1)
+    streams.schedule("idle", lambda: None, writes={})
+    streams.main("verify", lambda: table.sum() + mapping.sum())
+    reads = {operation.name: operation.reads for operation in streams.issued}
+    assert reads["draft"] == {"table"}
+    assert reads["verify"] == {"table", "mapping"}
+
+
 @pytest.mark.parametrize(
     ("streams", "order"),
     [

@@ -103,6 +103,8 @@ def test_a_longest_query_nobody_knows_is_what_the_batch_declares(declared: int) 
     assert plan(toy_backend(), v1, [9, 8], 9, spec_info=spec).geometry.max_q_len == declared
     spec = accepted(1, 2)
     assert plan(toy_backend(), v1, [9, 8], 9, spec_info=spec).geometry.max_q_len == DRAFTS
+    one = accepted(1, width=declared)  # and no more than there are rows
+    assert plan(toy_backend(), v1, [9], 1, spec_info=one).geometry.max_q_len == 1
 
 
 @pytest.mark.parametrize("asked", [[(4, 8), (3, 9)], [(3, 9), (4, 8)]], ids=str)

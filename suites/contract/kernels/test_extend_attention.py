@@ -86,6 +86,35 @@ def test_a_mask_rules_among_the_new_keys_alone(call: dict[str, Any]) -> None:
     torch.testing.assert_close(out[:1].double(), first, rtol=1e-5, atol=1e-5)
 
 
+def test_a_mask_of_keys_before_the_cached_ones_is_cut_where_these_begin(
+    call: dict[str, Any],
+) -> None:
+    # A window's slots begin behind the first keys, whose entries the mask has all the same.
+    starts, drawn = (4, 0, 9), torch.Generator().manual_seed(5)
+    own = [
+        torch.randint(0, 2, (queries, n + queries), generator=drawn)
+        for n, queries in zip(PREFIXES, QUERIES, strict=True)
+    ]
+    for mask in own:
+        mask[:, -mask.shape[0] :].fill_diagonal_(1)
+    whole = [
+        torch.cat((torch.zeros(len(mask), first, dtype=mask.dtype), mask), 1)
+        for mask, first in zip(own, starts, strict=True)
+    ]
+
+    def masked(masks: list[torch.Tensor], first: torch.Tensor | None) -> torch.Tensor:
+        lens = torch.tensor([mask.numel() for mask in masks])
+        more = {
+            "mask": torch.cat([mask.flatten() for mask in masks]),
+            "mask_indptr": torch.cat((lens.new_zeros(1), lens.cumsum(0))),
+            "mask_starts": first,
+        }
+        out, _ = extend_attention(**call | more)
+        return out
+
+    torch.testing.assert_close(masked(whole, torch.tensor(starts)), masked(own, None))
+
+
 def test_shapes_on_meta(call: dict[str, Any]) -> None:
     moved = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in call.items()}
     out, lse = extend_attention(**moved)

@@ -132,6 +132,15 @@ def test_layers_of_a_forward_fill_a_plan_once(captures: list[bool]) -> None:
     assert FILLS[3:] == [[6, 2], [6, 2]]
 
 
+def test_a_forward_that_is_gone_is_taken_for_no_later_one(captures: list[bool]) -> None:
+    prefill = PagedPrefill(torch.device("cpu"))
+    # Nobody else holds a forward, so that the next one may have its address.
+    for lens in ((6, 2), (3, 6)) * 4:
+        expected = [n for n in lens for _ in range(n)]
+        assert rows_of(prefill(call(*lens, forward=object()))) == expected
+    assert len(Plan.made) == 1
+
+
 def test_a_plan_that_a_graph_reads_is_filled_in_every_layer(captures: list[bool]) -> None:
     prefill, forward = PagedPrefill(torch.device("cpu")), object()
     prefill(call(4, 4, forward=forward))

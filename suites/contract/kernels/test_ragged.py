@@ -50,8 +50,12 @@ def test_calls_of_a_ragged_batch(
             cu_seqlens_q=ends,
             cu_seqlens_k=ends,
             max_q_len=bound,
+            forward=object(),
         ),
     )
+    # What a kernel keeps for the layers of a forward depends on the keys: no two calls share it.
+    shared = [call.forward for call in asked if call.forward is not None]
+    assert len({*map(id, shared)}) == len(shared) <= len(asked)
     assert [call.q_len_per_req for call in asked] == widths
     expected = [
         [n + 1.0, history + i + 1.0] for n, i in enumerate(i for k in lens for i in range(k))

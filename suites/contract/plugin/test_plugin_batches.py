@@ -178,6 +178,24 @@ def test_layers_with_a_window_are_found_and_written_in_their_own_pool() -> None:
     assert own.translate_loc_from_full_to_swa(torch.tensor([40])).tolist() == [0]
 
 
+def test_both_parts_of_a_latent_are_scaled() -> None:
+    written: list[Any] = []
+    theirs = SimpleNamespace(
+        size=32,
+        page_size=16,
+        dtype=FP8,
+        kv_lora_rank=8,
+        set_mla_kv_buffer=lambda *arguments: written.append(arguments),
+    )
+    own: Any = served_pool(theirs)
+    at = RadixAttention(0, 4, 1, 12, 8, 1.0, k_scale=0.5)
+    own.set_mla_kv_buffer(at, torch.tensor([1]), torch.full((1, 8), 3.0), torch.full((1, 4), 5.0))
+    [(_, _, latent, rope)] = written
+    assert latent.float().unique().tolist() == [6.0]
+    assert rope.float().unique().tolist() == [10.0]
+    assert latent.dtype == rope.dtype == FP8
+
+
 def test_a_latent_pool_is_shown_by_page_and_written_as_latent_and_rope() -> None:
     buffer, written = torch.zeros(48, 1, 576), []
     theirs = SimpleNamespace(

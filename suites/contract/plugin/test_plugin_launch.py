@@ -48,6 +48,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
         (False, {}),
         (False, {"kv_cache_dtype": "fp8_e4m3", "page_size": 16}),
         (False, {"speculative_eagle_topk": None, "speculative_num_draft_tokens": None}),
+        (False, {"speculative_num_draft_tokens": 16}),
+        (True, {"speculative_num_draft_tokens": 16}),
         (True, {}),
         # Another's server is none of our business.
         (True, {"attention_backend": "triton", "page_size": 1, "speculative_eagle_topk": 4}),

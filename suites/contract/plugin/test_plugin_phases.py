@@ -119,7 +119,10 @@ class Server:
         return self._hooks[target](original, *args)
 
 
-def test_a_server_tells_the_phases_of_its_steps(clock: Clock) -> None:
+@pytest.mark.parametrize(("mode", "of_another_rank"), [(EXTEND, False), (DECODE, True)])
+def test_a_server_tells_the_phases_of_its_steps(
+    clock: Clock, mode: SimpleNamespace, of_another_rank: bool
+) -> None:
     took = {"V2.forward_batch_generation": 13, "Worker.draft": 100, "V2.verify": 700}
     took |= {"eagle_sample": 20, "_draft_extend_for_decode": 150}
     plan_draft = "DraftBackend.init_forward_metadata"
@@ -137,7 +140,7 @@ def test_a_server_tells_the_phases_of_its_steps(clock: Clock) -> None:
         extended = "_draft_extend_for_decode"
         server.call(extended, worker, inside=lambda: server.call(plan, backend, extend))
 
-    prefill = SimpleNamespace(forward_mode=EXTEND, is_extend_in_batch=False)
+    prefill = SimpleNamespace(forward_mode=mode, is_extend_in_batch=of_another_rank)
     decode = SimpleNamespace(forward_mode=DECODE, is_extend_in_batch=False)
     for waited, steps in ((0, 2), (90_000, 1)):
         clock.now += waited
