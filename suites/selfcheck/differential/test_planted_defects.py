@@ -51,6 +51,17 @@ class DraftStepOneShort(TRTLLMHAAttnMultiStepDraftBackend):
             step.forward_metadata.cache_seqlens_int32.sub_(1)
 
 
+class LastStepRebound(TRTLLMHAAttnMultiStepDraftBackend):
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        super().init_forward_metadata_out_graph(batch, in_capture)
+        step = self.attn_backends[-1]
+        if not in_capture:
+            lengths = step.forward_metadata.cache_seqlens_int32.clone()
+            step.forward_metadata = replace(step.forward_metadata, cache_seqlens_int32=lengths)
+
+
 class StaleTableTail(TRTLLMHAAttnBackend):
     def _fill(self, batch: ForwardBatch, *, table: bool = True) -> None:
         super()._fill(batch, table=table)
@@ -236,6 +247,7 @@ ROWS: tuple[tuple[Subject, type, str, Execution, Verdict, str], ...] = (
     (MHA, Int64Lengths, "mha-decode-bs2_ragged", EAGER, Verdict.ERROR, "seq_lens"),
     (MHA, VerifyForgetsDraftTokens, "mha-target_verify-page_edge_on", EAGER, Verdict.BROKEN_INVARIANT, "cache_seqlens_int32[0] = 65, expected 68"),
     (MHA, DraftStepOneShort, "mha-multi_step_draft-bs2_ragged", GRAPH, Verdict.BROKEN_INVARIANT, "cache_seqlens_int32"),
+    (MHA, LastStepRebound, "mha-multi_step_draft-bs2_ragged", GRAPH, Verdict.BROKEN_INVARIANT, "cache_seqlens_int32 was ("),
     (MHA, StaleTableTail, "mha-decode-page_edge_after", GRAPH, Verdict.BROKEN_INVARIANT, "live pages, expected zeros"),
     (MHA, UntranslatedWindowTable, "mha-decode-window_of_one_page", EAGER, Verdict.BROKEN_INVARIANT, "swa_page_table"),
     (MHA, UntranslatedWindowWrites, "mha-target_verify-window_of_one_page", EAGER, Verdict.BROKEN_INVARIANT, "swa.k0 slot"),
