@@ -80,6 +80,15 @@ def test_a_kind_that_nobody_has_is_red_and_named(cluster: LocalCluster, tmp_path
     assert "gate: no records of sm120" in done.stdout
 
 
+def test_a_lane_of_commands_that_nobody_ran_is_red(cluster: LocalCluster, tmp_path: Path) -> None:
+    where = ("--address", cluster.address, "--tree", str(ROOT), "--report", str(tmp_path))
+    more = ("--declared", "--kinds", "sm120", "--wait", "1", "--", "--a", "embedded:pair=gqa")
+    words = [sys.executable, "-m", "ci.cluster", "bench", *where, *more]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "bench on sm120: no node in 1 s" in done.stdout
+    assert done.returncode == 1
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_driver_that_ends_frees_every_gpu_and_goes_on(
     cluster: LocalCluster, tmp_path: Path, how: signal.Signals

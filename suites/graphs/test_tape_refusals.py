@@ -61,6 +61,14 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: X.clone().__setitem__(MASK, torch.zeros(3)),
         "aten.index_put_",
     ),
+    "two masks filled with a number": (
+        lambda: X.clone().__setitem__((MASK[:, 0], MASK[0]), 0.0),
+        "aten.index_put_",
+    ),
+    "mask and index filled with a number": (
+        lambda: X.clone().__setitem__((MASK[:, 0], COUNTS[:1] - 1), 0.0),
+        "aten.index_put_",
+    ),
     "mask accumulated": (
         lambda: X.clone().index_put_((MASK,), torch.ones(()), accumulate=True),
         "aten.index_put_",

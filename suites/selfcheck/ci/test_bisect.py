@@ -157,6 +157,24 @@ def test_an_interrupted_search_goes_on(
     assert runs[0][1][-1].startswith("(decode) and (")
 
 
+@pytest.mark.parametrize(("commit", "dirty"), [("another", False), (CLEAN.commit, True)])
+def test_verdicts_of_another_checkout_are_asked_again(
+    runs: list[tuple[str, list[str]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    commit: str,
+    dirty: bool,
+) -> None:
+    words = ["--good", "0.5.12", "--bad", "0.5.23", "--report", str(tmp_path), "-k", "decode"]
+    assert main(words) == 0
+    asked = list(runs)
+    runs.clear()
+    here = replace(CLEAN, commit=commit, dirty=dirty)
+    monkeypatch.setattr(bisect, "environment", lambda: here)
+    assert main(words) == 0
+    assert runs == asked
+
+
 def test_another_search_asks_its_own_questions(
     runs: list[tuple[str, list[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

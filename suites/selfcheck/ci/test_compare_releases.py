@@ -167,6 +167,31 @@ def test_chosen_trials_do_not_pass_for_all(
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("has_flashinfer", [False, True])
+def test_a_checkout_that_may_have_changed_is_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_flashinfer: bool
+) -> None:
+    ran: list[str] = []
+
+    def run(side: compare_releases.Side, folder: Path, args: Sequence[str]) -> None:
+        ran.append(side.name)
+        write_records(folder / "records.jsonl", [PASSED])
+
+    monkeypatch.setattr(compare_releases.Side, "run", run)
+    monkeypatch.setattr(compare_releases, "_is_whole", bool)
+    write_records(tmp_path / "records.jsonl", [PASSED])
+    checkout = (
+        compare_releases.Side("0.5.23", "0.5.23", tmp_path)
+        if has_flashinfer
+        else compare_releases.Side(str(tmp_path), "0.5.23")
+    )
+    for _ in range(2):
+        compare_releases.records_of(checkout, tmp_path, ())
+    assert ran == [checkout.name] * 2
+    compare_releases.records_of(compare_releases.Side("0.5.23", "0.5.23"), tmp_path, ())
+    assert len(ran) == 2
+
+
 @pytest.mark.parametrize(
     ("here", "there", "planned", "is_whole"),
     [

@@ -45,6 +45,7 @@ RECORDS = (
     ran(ROW, verdict=Verdict.WRONG_NUMBERS, recorded="2026-11-23T07:30:00+00:00"),
     ran(EDGE, recorded="2026-11-21T07:30:00+00:00"),
     ran(EDGE, subject="trtllm_mha/trtllm_gen", verdict=Verdict.REFUSED),
+    ran(EDGE, subject="trtllm_mha/flash_mla", verdict=Verdict.WAIVED),
     ran(EDGE, subject="trtllm_mha-context_kernel/xqa"),
     ran(EDGE, device="cuda:0"),
     trial("gqa/prompt0", **XQA),

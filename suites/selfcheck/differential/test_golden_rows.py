@@ -87,6 +87,24 @@ def test_a_row_names_its_golden(row: str, name: str, execution: Execution) -> No
         assert record.message.endswith("; the oracle agrees: it has changed, or the golden has")
 
 
+def test_a_golden_is_not_blamed_for_what_the_oracle_refuses_in_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    row, subject = next(iter(ROWS.items()))
+    case, allowed = find(row), judge._budgets
+    golden = changed(recorded(case), "logits", 0, TENSORS["logits"])
+
+    def no_logits(*words: Any) -> dict[str, Budget]:
+        return allowed(*words) | {"logits": Budget(floor=0.0, factor=0.0, why="a test")}
+
+    monkeypatch.setattr(judge, "_budgets", no_logits)
+    message = run_trial(case, SUBJECTS[subject], EAGER, golden=golden).message
+    assert "; logits: " in message
+    assert "; golden.logits: " in message
+    assert "refuses it too" in message
+    assert "it has changed" not in message
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_an_oracle_that_changed_is_contradicted(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Of oracle and plain implementation alike, as a mistake in the dense problem would be.

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from harness.core.conventions import OURS
 from harness.differential.invariants import (
     check_frozen,
     check_metadata,
@@ -46,6 +47,16 @@ GIVEN = {
     "page_size": 8,
     "num_pages": 10,
 }
+
+
+def test_where_tails_say_nothing_a_padded_lanes_own_pages_are_in_the_pool():
+    # Padded lane 2 has one live page; what a release leaves behind it is anybody's.
+    tails = replace(OURS, zero_table_tail=False)
+    stale = replace(PLANNED, page_table=int32([[4, 77, 77, 77], [2, 7, 5, 77], [9, 77, 77, 77]]))
+    assert check_metadata(stale, **GIVEN, conventions=tails) == []
+    outside = replace(PLANNED, page_table=int32([[4, 0, 0, 0], [2, 7, 5, 0], [77, 0, 0, 0]]))
+    (found,) = check_metadata(outside, **GIVEN, conventions=tails)
+    assert found.startswith("page_table[2] names page 77 of 10")
 
 
 def test_well_formed_metadata_has_no_violation():

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
 from fixtures.covering.rows import case_of
 from fixtures.drivers.mode_orders import AllModes, cases_of
@@ -97,6 +98,22 @@ def test_work_for_some_batches_alone(
     assert told, record.message
     layers = find(shown).num_layers if verb == "forward" else 1
     assert int(told[1]) - int(told[2]) == layers
+
+
+def test_work_for_padded_batches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = PagedBackend.forward
+
+    def working(self: PagedBackend, *args: object, **options: object) -> torch.Tensor:
+        out = original(self, *args, **options)
+        is_padded = len(out) > self.forward_metadata.geometry.num_tokens
+        return out.clone() if is_padded else out
+
+    monkeypatch.setattr(PagedBackend, "forward", working)
+    spared = run_trial(find("mha-target_verify-bs2_ragged"), GEN, EAGER)
+    assert spared.verdict is Verdict.PASSED
+    record = run_trial(find("mha-target_verify-dp_padding_whole_rows"), GEN, EAGER)
+    assert record.verdict is Verdict.BROKEN_INVARIANT
+    assert record.message.startswith("the forward: ")
 
 
 def test_work_that_is_left_out_is_told_too() -> None:

@@ -53,6 +53,10 @@ def breaks_later():
 def test_breaks_in_teardown(record_trial, breaks_later):
     record_trial(trial("waived_late", Verdict.WRONG_NUMBERS, message="row 3"))
     pytest.fail("row 3")
+
+def test_is_refused_and_breaks(record_trial, breaks_later):
+    record_trial(trial("refused_late", Verdict.REFUSED, message="head_dim"))
+    pytest.skip("head_dim")
 """
 STALE = "passes, though waived for owner/kernels#17: wrong past 4096 tokens; take the waiver out"
 EXPECTED = {
@@ -60,6 +64,7 @@ EXPECTED = {
     "waived_green": (Verdict.ERROR, STALE),
     "waived_refused": (Verdict.REFUSED, "head_dim"),
     "waived_late": (Verdict.ERROR, "OSError: late"),
+    "refused_late": (Verdict.ERROR, "OSError: late"),
     "other_red": (Verdict.WRONG_NUMBERS, "row 3"),
 }
 
@@ -72,7 +77,7 @@ def test_covered_trials_are_waived_while_red(
     result = pytester.runpytest_inprocess(
         "-p", "fixtures.pytest_plugin.records", "-n0", "--report", "out"
     )
-    result.assert_outcomes(xfailed=2, failed=2, skipped=1, errors=1)
+    result.assert_outcomes(xfailed=2, failed=2, skipped=2, errors=2)
     result.stdout.fnmatch_lines([f"*{STALE}*"])
     records = read_records(Path("out", "records.jsonl"))
     assert {r.case: (r.verdict, r.message) for r in records} == EXPECTED
