@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -87,9 +87,10 @@ def test_only_verified_is_green():
 
 
 @pytest.mark.parametrize("workflow", [Workflow.VERIFY, Workflow.ADD])
-@pytest.mark.parametrize("field", ["case", "seed", "weights"])
+@pytest.mark.parametrize("field", [field.name for field in fields(Identity)])
 def test_a_stale_golden_says_what_changed(folder, workflow, field):
-    changed = replace(IDENTITY, **{field: 8 if field == "seed" else "other"})
+    other = 8 if isinstance(getattr(IDENTITY, field), int) else "other"
+    changed = replace(IDENTITY, **{field: other})
     with pytest.raises(GoldenError, match=f"'edge' is stale: {field} changed; .* golden rewrite$"):
         settle(folder, workflow, identity=changed)
     assert settle(folder, Workflow.REWRITE, identity=changed)[1] is GoldenOutcome.REWRITTEN
