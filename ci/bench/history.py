@@ -126,7 +126,8 @@ def parsed(text: str, where: str) -> list[Entry]:
         UsageError: a line is not an entry; the message names it.
     """
     entries = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    lines = text.removesuffix("\n").split("\n") if text else []  # U+2028 ends no line of JSON.
+    for number, line in enumerate(lines, start=1):
         try:
             entries.append(validated(ENTRY, line))
         except UsageError as error:

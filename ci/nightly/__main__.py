@@ -121,7 +121,7 @@ def left_over(
     """Trials and stages that the target GPU has not verified in this night."""
     target = machine.parsed(config["target_gpu"])
     row = machine.row_of(config, target)
-    is_there = bool(codes) and here.row == row
+    is_there = bool(codes) and here.row["name"] == row["name"]
     records = nightly_run.records(report) if is_there else []
     left = trials.unverified(trials.planned(target), records)
     undone = [stage.name for stage in night if not is_there or codes.get(stage.name) != 0]

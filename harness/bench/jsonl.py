@@ -76,8 +76,8 @@ def read(path: Path) -> Iterator[Line]:
     if not path.is_file():
         raise UsageError(rejected("bench records", str(path), "an existing file"))
     text = _text(path)
-    whole = text[: text.rfind("\n") + 1]
-    for number, line in enumerate(whole.splitlines(), start=1):
+    whole = text.split("\n")[:-1]  # splitlines() would cut a reason at U+2028 as well.
+    for number, line in enumerate(whole, start=1):
         try:
             yield from_json(line)
         except UsageError as error:

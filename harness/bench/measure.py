@@ -63,8 +63,8 @@ class TrialMaker:
     empty: Callable[[str], Flushed] = flush
     check: Callable[[Arm, Client, Workload], None] | None = None
     bench_serving: Callable[[str, Workload], WorkloadRun] = field(default_factory=BenchServing)
-    warm: dict[tuple[str, str], float] = field(default_factory=dict, repr=False)
-    """Milliseconds per step by (URL, workload), of those warmed up."""
+    warm: dict[tuple[str, str, int | None], float] = field(default_factory=dict, repr=False)
+    """Milliseconds per step by (URL, workload, most tokens of a prompt), of those warmed up."""
 
     def run(self, slot: TrialSlot, arm: Arm, server: Server, workload: Workload) -> Trial:
         """Measure a trial; an error of the server makes it invalid and is its reason."""
@@ -90,12 +90,12 @@ class TrialMaker:
             asked = [prompt[:most] for prompt in self.prompts(workload)]
             return drive(lambda: self.connect(server.url), workload, asked)
 
-        where = (server.url, workload.id)
+        # An injected sleep is a part of the step that it is added to.
+        most = None if arm.slowdown else MOST_WARM_UP_TOKENS
+        where = (server.url, workload.id, most)
         if where not in self.warm:
             if self.check:
                 self.check(arm, self.connect(server.url), workload)
-            # An injected sleep is a part of the step that it is added to.
-            most = None if arm.slowdown else MOST_WARM_UP_TOKENS
             passes = [send(most) for _ in range(self.warm_ups)]
             self.warm[where] = step_ms(metrics(passes[1:] or passes))
         with (

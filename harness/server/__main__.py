@@ -120,7 +120,7 @@ def _max_positions(path: Path) -> int:
 
 
 def _pages_per_request(asked: argparse.Namespace) -> int:
-    tokens: int = asked.context_length + asked.num_draft_tokens
+    tokens: int = asked.context_length + max(asked.num_draft_tokens, asked.num_steps)
     return -(-tokens // int(asked.page_size))
 
 

@@ -32,6 +32,8 @@ from harness.server.launch.process import ROOT
         (("--host", ""), "--host = '' is not accepted; accepted: an IPv4 address"),
         # 512 tokens and 4 drafts are 33 pages of 16.
         (("--num-pages", "33"), "--num-pages = 33 is not accepted; accepted: at least 34"),
+        # And with 20 steps of the draft, which write 20 slots ahead, 34.
+        (("--num-pages", "34", "--num-steps", "20"), "--num-pages = 34 is not accepted"),
     ],
     ids=lambda value: value[0][2:] if isinstance(value, tuple) else "",
 )

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import requests
 
 from fixtures.drivers.crowd import settled, text, together
 from fixtures.models import shipped
@@ -103,6 +104,18 @@ def test_one_round_emits_what_it_accepted(server):
         assert set(lengths) <= {*sums, shipped.NEW}
         assert lengths[-1] == shipped.NEW
     settled(server)
+
+
+def test_every_chunk_tells_the_accept_length_since_its_request_began(embedded_server):
+    body = {"input_ids": [*prompts(embedded_server.pair)[3]], "stream": True}
+    body["sampling_params"] = {"max_new_tokens": shipped.NEW, "ignore_eos": True}
+    answer = requests.post(f"{embedded_server.url}/generate", json=body, timeout=60)
+    *chunks, _ = (line[6:] for line in answer.text.splitlines() if line)
+    told = [json.loads(chunk)["meta_info"] for chunk in chunks]
+    assert len(told) > 2
+    for meta in told:
+        rounds = max(meta["spec_verify_ct"], 1)
+        assert meta["spec_accept_length"] == meta["completion_tokens"] / rounds
 
 
 def test_text_and_batches(server):

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from fixtures import bench
+from fixtures.fakes import synthetic_bench
 from fixtures.tables.margins import MARGINS
 from fixtures.tables.workloads import WORKLOADS
 from harness.bench import __main__ as compare
@@ -106,6 +107,19 @@ def test_equal_arms_that_launch_unequal_kernels_are_invalid(tmp_path, role, verd
     records(path, ratio=1.0, counts=({"kernels": 7}, {"kernels": 8}), role=role)
     assert judged(path).verdict is verdict
     assert judged(path).reasons[0] == "count kernels: A 7, B 8"
+
+
+def test_a_workload_whose_slowdown_nobody_saw_is_not_vouched_for_by_another():
+    found = findings(synthetic_bench.run_lines(), detectable_too=False)
+    assert not verdict(found).reasons
+    unseen = Role.INJECTED, synthetic_bench.WORKLOADS[1].id
+    blind = [
+        f.with_evidence(replace(f.evidence, verdict=BenchVerdict.OK))
+        if (f.role, f.workload.id) == unseen
+        else f
+        for f in found
+    ]
+    assert verdict(blind).reasons == ("control injected slowdown: ok instead of regressed",)
 
 
 def test_a_run_says_why_its_control_failed(tmp_path):
@@ -267,6 +281,13 @@ def test_lines_that_are_no_records_are_named(tmp_path):
         assert "\n" not in str(raised.value)
     path.write_text(whole + '{"format":3')
     assert list(read(path))[-1] == trial
+
+
+def test_a_reason_with_a_separator_of_lines_stays_one_line(tmp_path):
+    _, trial = records(tmp_path / "bench.jsonl", blocks=1)
+    odd = replace(trial, invalid=("503: \u2028 \x85 \x0b",))
+    append(tmp_path / "bench.jsonl", odd)
+    assert list(read(tmp_path / "bench.jsonl"))[2:] == [trial, odd]
 
 
 def test_infinities_come_back_as_they_were(tmp_path):

@@ -18,6 +18,7 @@ from harness.bench.session import BenchRun
 from harness.bench.session_records import Role, Session, Trial, Workload
 from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.design import Design, draw_order
+from harness.bench.stats.estimates import spread
 from harness.bench.stats.validity import Conditions
 from harness.core.environment import environment
 from harness.errors import ContractError, ServerError, UsageError
@@ -135,7 +136,8 @@ def test_equal_arms_are_ok_and_the_injected_slowdown_is_found(tmp_path, monkeypa
     # Four cases: 80 would do, none asks for less than 100; A/A pays for two directions and 1 %.
     asked = {f.role: f.session.thresholds.reject_null for f in found}
     assert asked == pytest.approx({Role.CANDIDATE: 100, Role.SAME: 800, Role.INJECTED: 100})
-    assert set(scales(found)) == {("small", f.metric) for f in found if f.role is Role.SAME}
+    equal = [f for f in found if f.role is Role.SAME]
+    assert scales(found) == {("small", f.metric): spread(f.effects) for f in equal}
 
 
 def test_a_slower_candidate_is_rejected_for_time_and_throughput_alone(tmp_path, monkeypatch):

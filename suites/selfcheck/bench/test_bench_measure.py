@@ -124,6 +124,8 @@ def test_without_speculation_there_are_no_steps_and_a_failure_leaves_no_number()
     found = metrics([plain])
     assert found["tpot"] == pytest.approx(8.0)
     assert not {"step_time", "accept_length", "itl"} & set(found)
+    some = replace(plain, samples=(*plain.samples, sample(20, 100, 11, 4)))
+    assert "step_time" not in metrics([some])
     assert metrics([plain, replace(plain, failures=("request 1: 503",))]) == {}
     assert metrics([]) == {}
 
@@ -178,6 +180,11 @@ def test_a_server_is_warmed_up_once_for_each_workload():
     for workload in (LOOP, LOOP, replace(LOOP, id="other")):
         made.run(SLOT, parse("embedded:"), Server(), workload)
     assert [entry[0] for entry in log] == [*warm, *measured, *measured, *warm, *measured]
+    del log[:]
+    launched_again = Server()
+    launched_again.url = "http://another"
+    made.run(SLOT, parse("embedded:"), launched_again, LOOP)
+    assert [entry[0] for entry in log] == [*warm, *measured]
 
 
 @pytest.mark.parametrize(
@@ -191,6 +198,17 @@ def test_a_long_prompt_is_cut_to_warm_up_unless_a_part_of_its_step_is_added(spec
     lengths = [entry[3] for entry in log if entry[0] == "sent"]
     assert sorted(lengths[:2]) == [30, warm]
     assert sorted(lengths[2:]) == [30, 30, 9000, 9000]
+
+
+def test_an_added_part_is_one_of_whole_steps_though_arm_a_warmed_the_server_up_with_cut_prompts():
+    log = []
+    made = replace(trials(log), prompts=lambda _: [(7,) * 9000, (8,) * 30])
+    attached = parse("url:http://server")
+    made.run(SLOT, attached, Server(), LOOP)
+    del log[:]
+    made.run(SLOT, attached.slowed(0.05), Server(), LOOP)
+    before = [entry[3] for entry in log[: [entry[0] for entry in log].index("slow_down")]]
+    assert sorted(before) == [30, 9000]
 
 
 def test_answers_are_checked_before_every_warm_up():
@@ -237,8 +255,8 @@ def test_a_server_that_does_not_slow_itself_is_asked_to_sleep_after_the_warm_up(
     arm = parse("url:http://server").slowed(0.05)
     trial = trials(log).run(SLOT, arm, Server(), LOOP)
     assert [entry[0] for entry in log].index("slow_down") == 6
-    # A step takes at least 5 ms: 10 ms of decoding over two steps.
-    assert 0.05 * 0.005 <= trial.slept_s <= 0.1
+    # A step takes at least 5 ms: 10 ms of decoding over two steps; on a busy machine it is longer.
+    assert 0.05 * 0.005 <= trial.slept_s <= 0.05 * 0.5
     asked = [entry[1] for entry in log if entry[0] == "slow_down"]
     assert asked == [trial.slept_s, None]
     assert log[-1] == ("slow_down", None)  # an attached server is arm A as well

@@ -29,8 +29,13 @@ BLOCK_S = START_S + 2 * 8 * TRIAL_S
 MOST = float("inf")
 
 
-def lines(*, between=0.0, within=0.0, blocks=12, level=6.0, seed=1, role=Role.SAME, **changed):
-    """A session of equal arms; trials of a launch also drift by 0.5 % each."""
+def lines(
+    *, between=0.0, within=0.0, blocks=12, level=6.0, seed=1, role=Role.SAME, wave=1, **changed
+):
+    """A session of equal arms; trials of a launch also drift by 0.5 % each.
+
+    Servers start before every so many blocks, the ``wave``.
+    """
     random = np.random.default_rng(seed)
     cases = tuple(
         CasePlan(
@@ -44,7 +49,8 @@ def lines(*, between=0.0, within=0.0, blocks=12, level=6.0, seed=1, role=Role.SA
     yield plan
     began = datetime(2026, 11, 20, tzinfo=UTC)
     for block in range(blocks):
-        clock = began + timedelta(seconds=block * BLOCK_S)
+        starts = block // wave * START_S
+        clock = began + timedelta(seconds=block * (BLOCK_S - START_S) + starts)
         for workload in WORKLOADS:
             launches = dict(zip("AB", random.normal(0.0, between, 2), strict=True))
             seen = {"A": 0, "B": 0}
@@ -162,6 +168,11 @@ def test_slowed_launches_and_other_arms_do_not_count():
     (recorded,) = recorded_launches([("host", other)], "other")
     assert (recorded.arm, recorded.launches(1)) == ("other", 12)
     assert {recorded.hosts["host"].start_s} == {START_S}
+
+
+def test_blocks_that_were_started_together_share_the_time_of_a_start():
+    (recorded,) = recorded_launches([("host", list(lines(wave=3)))])
+    assert recorded.hosts["host"].start_s == pytest.approx(START_S / 3)
 
 
 def invalid(trial):

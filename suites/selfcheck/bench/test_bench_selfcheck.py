@@ -3,7 +3,7 @@
 import io
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -69,6 +69,24 @@ def test_a_selfcheck_runs_the_command_a_user_types(tmp_path, monkeypatch, capsys
     seeds = [command[command.index("--seed") + 1] for command in commands]
     assert seeds == ["selfcheck-0", "selfcheck-1"]
     assert "2 of 2 left alone" in capsys.readouterr().out
+
+
+def test_a_run_that_was_cut_short_is_run_again(tmp_path, monkeypatch):
+    many = []
+
+    def cut_short(command, cwd):
+        many.append(command)
+        records(Path(command[command.index("--out") + 1]), blocks=3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(selfcheck, "run_guarded", cut_short)
+    monkeypatch.setattr(
+        selfcheck, "launch", lambda *_: nullcontext(SimpleNamespace(url="http://127.0.0.1:1"))
+    )
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            selfcheck.main(["--runs", "1", "--out", str(tmp_path)])
+    assert len(many) == 2
 
 
 def test_a_killed_selfcheck_leaves_no_benchmark_running(tmp_path):

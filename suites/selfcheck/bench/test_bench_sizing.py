@@ -82,6 +82,11 @@ def test_the_noise_within_and_between_launches_is_told_apart():
     assert large.between < 0.0006
 
 
+def test_levels_are_those_of_arm_a():
+    found = rehearsal({"small": (0.0, 0.0), "large": (0.0, 0.0)}).levels
+    assert found == pytest.approx({(name, "step_time"): ms for name, ms in STEP_MS.items()})
+
+
 def test_a_spike_in_a_launch_and_a_launch_that_is_off_change_little():
     random = np.random.default_rng(1)
     logs = random.normal(0.0, 0.004, (40, 6)) + random.normal(0.0, 0.002, (40, 1))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fixtures import bench, bisect
-from fixtures.bisect import Turned, main, search
+from fixtures.bisect import Turned, commits_between, main, search
 from fixtures.compare_releases import Side
 from fixtures.fakes import synthetic_bench
 from harness.bench.jsonl import append
@@ -230,6 +230,22 @@ def test_commits_of_a_checkout(
     assert git(folder, "worktree", "list").count("\n") == 0
 
 
+def test_commits_of_a_merged_branch_are_not_asked(tmp_path: Path) -> None:
+    def commit(message: str) -> str:
+        git(tmp_path, "commit", "-q", "--allow-empty", "-m", message)
+        return git(tmp_path, "rev-parse", "HEAD")
+
+    git(tmp_path, "init", "-q", "-b", "main")
+    first = commit("first")
+    git(tmp_path, "switch", "-q", "-c", "branch")
+    commit("never a state of main")
+    git(tmp_path, "switch", "-q", "main")
+    second = commit("second")
+    git(tmp_path, "merge", "-q", "--no-ff", "-m", "merge", "branch")
+    merge = git(tmp_path, "rev-parse", "HEAD")
+    assert commits_between(tmp_path, first, "main") == [first, second, merge]
+
+
 def test_nothing_turned(
     runs: list[tuple[str, list[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -289,3 +305,23 @@ def test_arms_of_a_benchmark(
     assert first == "embedded:page_size=4: 4 turned, embedded:page_size=2 was good"
     assert all(line.endswith(": regressed") for line in cases)
     assert measured == ["embedded:page_size=4", "embedded:page_size=2"]
+
+
+def test_an_arm_whose_session_settled_nothing_is_not_called_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main_of_bench(argv: list[str]) -> int:
+        spec, out = argv[argv.index("--b") + 1], Path(argv[argv.index("--out") + 1])
+        slower, blocks = (0.3, 10) if spec == "embedded:page_size=4" else (0.0, 1)
+        effects = {"tpot": slower, "step_time": slower}
+        for line in synthetic_bench.run_lines(effects, blocks=blocks):
+            append(out, line)
+        return 1
+
+    monkeypatch.setattr(bench, "main", main_of_bench)
+    words = ["--good", "embedded:page_size=1", "--bad", "embedded:page_size=4", "--bench"]
+    words += ["--between", "embedded:page_size=2", "--report", str(tmp_path)]
+    assert main(words) == 0
+    assert capsys.readouterr().out.startswith(
+        "one of embedded:page_size=2, embedded:page_size=4: 4 turned, embedded:page_size=1 was good"
+    )

@@ -167,19 +167,21 @@ def test_the_trials_of_a_night_are_counted() -> None:
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
-    ("sm", "code", "effects", "left", "exits"),
+    ("sm", "words", "code", "effects", "left", "exits"),
     [
-        pytest.param((10, 0), 0, {}, 2, 0, id="green"),
-        pytest.param((10, 0), 1, {}, 2, 1, id="a stage failed"),
-        pytest.param((10, 0), 0, {"tpot": 0.05}, 2, 1, id="regressed"),
-        pytest.param((9, 0), 0, {}, 3, 0, id="hopper"),
-        pytest.param((10, 0), 0, None, 2, 1, id="no benchmark"),
+        pytest.param((10, 0), [], 0, {}, 2, 0, id="green"),
+        pytest.param((10, 0), ["--attention-backend", "x"], 0, {}, 2, 0, id="other backend"),
+        pytest.param((10, 0), [], 1, {}, 2, 1, id="a stage failed"),
+        pytest.param((10, 0), [], 0, {"tpot": 0.05}, 2, 1, id="regressed"),
+        pytest.param((9, 0), [], 0, {}, 3, 0, id="hopper"),
+        pytest.param((10, 0), [], 0, None, 2, 1, id="no benchmark"),
     ],
 )
 def test_a_night_is_green_only_with_its_stages_and_its_benchmark(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     sm: tuple[int, int],
+    words: list[str],
     code: int,
     effects: dict[str, float] | None,
     left: int,
@@ -201,7 +203,7 @@ def test_a_night_is_green_only_with_its_stages_and_its_benchmark(
     monkeypatch.setattr(machine, "pynvml", Driver(("NVIDIA X", sm)))
     history = tmp_path / "history.jsonl"
     asked = ["--report", str(tmp_path), "--history", str(history), "--unpinned"]
-    assert command.main(asked) == exits
+    assert command.main([*asked, *words]) == exits
     text = (tmp_path / "summary").read_text()
     assert "as pinned" in text
     assert f"not verified on Blackwell (10.0, 10.3): {left} trials" in text
