@@ -14,7 +14,7 @@ import pytest
 
 from harness.core.paths import MODELS
 from harness.errors import UsageError
-from harness.server.__main__ import main
+from harness.server import __main__ as command
 from harness.server.engine_process import build
 from harness.server.engine_process.messages import EngineOptions
 from harness.server.launch.process import ROOT
@@ -38,10 +38,14 @@ from harness.server.launch.process import ROOT
     ids=lambda value: value[0][2:] if isinstance(value, tuple) else "",
 )
 def test_a_mistake_is_named_before_anything_starts(
-    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(command, "_serve", lambda *_: pytest.fail("a server starts"))
     with pytest.raises(SystemExit) as ended:
-        main(["--pair", "gqa", *words])
+        command.main(["--pair", "gqa", *words])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
