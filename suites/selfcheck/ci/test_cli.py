@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,17 @@ def test_latency_is_timed_by_one_process(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert stand_in.calls == [(*timed, f"--latency-json={tmp_path}/latency.json", "-k", "512K")]
 
 
+@pytest.fixture
+def put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that a verb takes out of ``sys.modules`` is there for the tests that come after."""
+
+    def imported(name: str) -> None:
+        monkeypatch.setitem(sys.modules, name, import_module(name))
+
+    monkeypatch.setattr(cli, "import_module", imported)
+
+
+@pytest.mark.usefixtures("put_back")
 @pytest.mark.parametrize("verb", cli.HANDED_ON)
 def test_a_verb_with_its_own_command_line_becomes_that_program(
     monkeypatch: pytest.MonkeyPatch, verb: str
@@ -198,6 +210,7 @@ def test_a_verb_with_its_own_command_line_becomes_that_program(
     assert cli.os.environ["PYTHONPATH"] == f"{cli.ROOT}:/elsewhere"
 
 
+@pytest.mark.usefixtures("put_back")
 def test_a_verb_that_is_interrupted_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
