@@ -148,8 +148,8 @@ class GraphRunner(ABC, Generic[Output, Backend]):
 
     @property
     def accept_pad(self) -> int:
-        """Accepted tokens of a padded request, where a phase has them."""
-        return 1
+        """Query tokens of a padded request, where a batch carries their number."""
+        return self.num_tokens_per_req
 
     def padded_cpu_lens(self, batch: ForwardBatch, extent: Extent) -> dict[str, Any]:
         """seq_lens_cpu and the other host copies that a batch carries, padded like the device's."""

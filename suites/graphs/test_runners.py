@@ -160,7 +160,7 @@ def test_seq_lens_cpu_is_padded_where_it_is_carried_and_not_missed_where_not() -
     assert planned.seq_lens_cpu is not None
     assert planned.seq_lens_cpu.tolist() == [5, 9, 7, 2]
     assert planned.seq_lens_sum == int(runner.buffers["seq_lens"].sum()) == 23
-    assert planned.extend_seq_lens_cpu == [3, 3, 3, 1]
+    assert planned.extend_seq_lens_cpu == [3, 3, 3, 3]
     assert (batch.seq_lens_sum, batch.extend_seq_lens_cpu) == (21, [3, 3, 3])
 
 

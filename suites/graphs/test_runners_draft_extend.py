@@ -121,6 +121,16 @@ def test_v1_topk_outlives_the_next_replay() -> None:
     assert not shares_memory(output, runner.captured_outputs[2])
 
 
+@pytest.mark.parametrize(("mode", "taken"), [(V1, [1, 3, 2, 1]), (V2, [WIDTH] * 4)], ids=str)
+def test_host_lengths_count_the_rows_of_padded_requests(
+    mode: ForwardMode, taken: list[int]
+) -> None:
+    runner = extender(mode)
+    batch = extend_batch(mode, [9, 6, 8], [1, 3, 2]).with_changes(extend_seq_lens_cpu=taken[:3])
+    runner.replay(batch)
+    assert runner.attn_backend.plans[-1].extend_seq_lens_cpu == taken
+
+
 def test_v2_keeps_uniform_rows_and_computes_no_topk() -> None:
     runner = extender(V2)
     runner.replay(extend_batch(V2, [30, 31, 32, 33], [5, 5, 5, 5]))

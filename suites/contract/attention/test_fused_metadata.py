@@ -178,6 +178,20 @@ def test_a_row_has_fewer_programs_than_chunks(
         assert scene.buffers[1].filled.tolist() == [[n] * parts for n in live]
 
 
+@pytest.mark.parametrize(("bs", "parts"), [(1, 400), (8, 256), (64, 32), (1000, 8)])
+def test_long_rows_of_few_requests_are_shared_by_many_programs(
+    bs: int, parts: int, device: torch.device
+) -> None:
+    """400 chunks of 256 pages: a program each, 2,048 programs in all, or 8 a row."""
+    table = torch.zeros(1, 400 * 256 * 16, dtype=torch.int32, device=device)
+    writer = MetadataWriter(
+        TableLayout(req_to_token=table, page_size=16, width=table.shape[1] // 16, swa_pool=None),
+        needs_packed_mask=False,
+        fused=True,
+    )
+    assert buffers_for(writer, KINDS["decode"], bs).filled.shape == (bs, parts)
+
+
 def test_buckets_of_one_memory_filled_in_turn(device: torch.device) -> None:
     scene = Scene(KINDS["decode"], 4, 16, 20_000, device, swa=False)
     for lens in ([20_000, 300, 9_000, 16], [17, 16_000], [1, 40, 8_000, 0], [0, 0], [5, 6, 7, 8]):

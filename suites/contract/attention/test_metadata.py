@@ -264,3 +264,17 @@ def test_idle_plans_nothing() -> None:
     planner.init_forward_metadata_out_graph(idle)
     planner.init_forward_metadata_in_graph(idle)
     assert planner.forward_metadata is None
+
+
+@pytest.mark.parametrize("plan_idle", ["init_forward_metadata", "init_forward_metadata_out_graph"])
+def test_a_plan_does_not_outlive_an_idle_forward(plan_idle: str) -> None:
+    planner = toy_backend()
+    batch = batch_for(planner, ForwardMode.DECODE, [9, 8], 2)
+    planner.init_cuda_graph_state(2, 2)
+    planner.init_forward_metadata_out_graph(batch, in_capture=True)
+    assert planner.planned(batch).geometry.bs == 2
+    getattr(planner, plan_idle)(batch_for(planner, ForwardMode.IDLE, [], 0))
+    with pytest.raises(
+        ContractError, match="'DECODE' is not accepted; accepted: the planned one, none"
+    ):
+        planner.planned(batch)

@@ -60,6 +60,18 @@ def draft_batch(multi_step: PagedMultiStepDraftBackend) -> ForwardBatch:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_smaller_runners_state_leaves_room_for_the_first_ones(kind: Any) -> None:
+    multi_step = backend(kind)
+    batch = draft_batch(multi_step)
+    for max_bs in (2, 1):
+        multi_step.init_cuda_graph_state(max_bs, max_bs)
+    multi_step.init_forward_metadata_out_graph(batch, in_capture=True)
+    multi_step.init_forward_metadata_in_graph(batch)
+    planned = [step.forward_metadata for step in multi_step.attn_backends]
+    assert [m.cache_seqlens_int32.tolist() for m in planned] == [[8, 5], [9, 6], [10, 7]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_graph", [False, True])
 def test_each_step_sees_one_more_key(kind: Any, is_graph: bool) -> None:
     multi_step = backend(kind)

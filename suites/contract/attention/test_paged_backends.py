@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from fixtures.drivers.fp8_casts import FP8, CastsToFP8
+from fixtures.toys.toy_attention import mha_pool, mla_pool
 from fixtures.toys.toy_scenes import MHAScene, MLAScene, Scene, phase_id, toy_sized
 from harness.attention.baselines import HostLengthsMLABackend
 from harness.attention.trtllm_mha import TRTLLMHAAttnBackend
 from harness.attention.trtllm_mla import TRTLLMMLABackend
-from harness.core.capability import REFERENCE, TRTLLM_GEN_MLA
+from harness.core.capability import REFERENCE, TRTLLM_GEN_MHA, TRTLLM_GEN_MLA
 from harness.upstream.forward_batch_info import ForwardMode
 
 VERIFY, V1, V2 = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2
@@ -102,3 +104,19 @@ def test_idle_gives_zeros(scene_of: Any) -> None:
     obtained = scene.run(batch, scene.inputs(2), scene.layer)
     width = scene.layer.tp_q_head_num * scene.layer.v_head_dim
     assert torch.equal(obtained, torch.zeros(2, width))
+
+
+@pytest.mark.parametrize("value", [1e4, -1e4])
+@pytest.mark.parametrize("is_mha", [True, False])
+def test_no_query_beyond_fp8_is_left_to_the_cast(is_mha: bool, value: float) -> None:
+    scene: Scene
+    if is_mha:
+        scene = MHAScene(pool=mha_pool(dtype=FP8), capability=toy_sized(TRTLLM_GEN_MHA))
+    else:
+        scene = MLAScene(pool=mla_pool(FP8), capability=toy_sized(TRTLLM_GEN_MLA))
+    batch, inputs = scene.batch(VERIFY, (3, 3)), scene.inputs(6)
+    inputs["q"].flatten()[5:6].fill_(value)
+    casts = CastsToFP8()
+    with casts:
+        scene.run(batch, inputs, scene.layer)
+    assert casts.largest == torch.finfo(FP8).max

@@ -13,7 +13,7 @@ from fixtures.fakes.fake_kernels import MODULES
 from harness.core.capability import REFERENCE
 from harness.differential.invariants.memory import check_semaphores
 from harness.kernels import flash_mla, flashinfer_xqa, trtllm_gen, workspace
-from harness.kernels.checked import CheckedKernel
+from harness.kernels.checked import CheckedKernel, scale_and_cast
 from harness.kernels.flash_mla import FlashMLA
 from harness.kernels.flashinfer_xqa import FlashInferXQA
 from harness.kernels.limits.random_calls import RandomCall, Shape, draw
@@ -29,6 +29,12 @@ def _packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "_SHARED", {})
     sizes = {name: size + workspace.MIB for name, size in workspace.SEMAPHORES.items()}
     monkeypatch.setattr(workspace, "SIZES", sizes)
+
+
+def test_a_result_that_needs_no_scale_and_no_cast_costs_no_launch() -> None:
+    out = torch.tensor([1.5, -2.0])
+    assert scale_and_cast(out, 1.0, torch.float32) is out
+    assert scale_and_cast(out, 3.0, torch.float64).tolist() == [4.5, -6.0]
 
 
 def assert_agrees(kernel: CheckedKernel, shape: Shape, seed: int = 0) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from fixtures.drivers.fp8_casts import CastsToFP8
 from fixtures.toys.toy_attention import PAGE, mha_layer, mha_pool, mla_layer
-from harness.core.dispatch_mode import DispatchMode
 from harness.errors import CapacityError, ContractError
 from harness.upstream.allocator import PADDING_ROW, PADDING_SLOT, PagedAllocator, ReqToTokenPool
 from harness.upstream.memory_pool import MHATokenToKVPool, MLATokenToKVPool, quantize
@@ -84,20 +84,6 @@ def test_only_an_fp8_cache_scales_and_saturates(
     stored = quantize(torch.tensor(VALUES), scale, dtype)
     assert stored.dtype == dtype
     assert stored.float().tolist() == wanted
-
-
-class CastsToFP8(DispatchMode):
-    """Notes the largest magnitude that is cast; a GPU makes NaN of what FP8 does not hold."""
-
-    largest = 0.0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.dtype == FP8 and args[0].dtype != FP8:
-            self.largest = max(self.largest, float(args[0].abs().max()))
-        return result
 
 
 @pytest.mark.parametrize("value", [1e4, -1e4])
