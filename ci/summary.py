@@ -246,7 +246,8 @@ def unverified(records: Iterable[Record]) -> dict[str, Counter[str]]:
     groups = _grouped(every, lambda r: (r.case, r.subject, r.mode, r.execution))
     for (_, subject, _, _), group in sorted(groups.items()):
         if not any(_is_verified(record) for record in group):
-            told = [r.message for r in group if r.device.startswith("cuda") and not ran(r)]
+            there = [r for r in group if r.device.startswith("cuda")]
+            told = [f"{r.verdict} on {kind(r)}" if ran(r) else r.message for r in there]
             found[subject][told[0] if told else "ran on no GPU that runs it"] += 1
     return dict(found)
 

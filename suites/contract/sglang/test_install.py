@@ -57,6 +57,19 @@ def test_packages_that_cannot_be_installed_leave_nothing(
     assert not list(unpacked.iterdir())
 
 
+def test_packages_that_find_no_place_are_not_given_up(
+    unpacked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: Path, target: Path) -> Path:
+        raise PermissionError(f"{self.name} -> {target.name}")
+
+    pip(monkeypatch)
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(PermissionError, match=packages_of(SECOND).name):
+        install.install(SECOND, wheel=False)
+    assert not packages_of(SECOND).exists()
+
+
 def test_releases_that_share_packages_are_installed_one_by_one(
     unpacked: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,6 +89,11 @@ INCOMPLETE: list[tuple[str, list[Record], str]] = [
         "records of more than one tree: unknown, abcdefabcdef",
     ),
     (
+        "other-tree-of-one-trial",
+        [trial("one", environment=OF_ANOTHER_TREE), trial("one")],
+        f"{CONTRADICT}: one trtllm_mha/reference decode eager cpu: tree {'abcdef' * 10}, unknown",
+    ),
+    (
         "missing-on-one-kind",
         [trial("one", kind="cpu"), trial("one", kind="sm90", device="cuda:3", planned=2)],
         "planned 2 != run 1 + refused 0 + waived 0 on sm90",

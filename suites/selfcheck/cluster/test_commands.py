@@ -45,6 +45,30 @@ def test_a_command_that_fails_or_hangs_is_red() -> None:
     assert (slow.outcome, slow.message) == ("failed", "over 1 s")
 
 
+class IdleProcess:
+    """Stands in for a pytest: it is alive until it is closed."""
+
+    def __init__(self, *_: object) -> None:
+        self.is_alive = True
+
+    def close(self) -> None:
+        self.is_alive = False
+
+
+def test_a_worker_that_gets_another_gpu_starts_another_pytest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nodes, "PytestProcess", IdleProcess)
+    monkeypatch.setattr(nodes, "_kept", {})
+    held = []
+    for gpu in ("0", "0", "1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpu)
+        held.append(nodes.kept_process(work("-m", "pytest")))
+    assert held[0] is held[1]
+    assert held[2] is not held[0]
+    assert [process.is_alive for process in held] == [False, False, True]
+
+
 def test_items_are_what_a_command_prints() -> None:
     printed = work(items=("-c", "print('a'); print('b')"), item="")
     assert plan(printed, HERE) == Plan(units=("a", "b"), node=HERE)

@@ -12,6 +12,7 @@ import torch
 from fixtures.tables import find
 from harness.core.case import Execution
 from harness.core.record import Verdict
+from harness.core.tolerance import tie_margin
 from harness.differential.forward import decoys, run_forward
 from harness.differential.inputs import make_trial_inputs
 from harness.differential.judge import _choices, judge
@@ -60,6 +61,19 @@ def test_a_draft_that_proposes_another_token_than_its_best(execution: Execution)
     ]
     message = f"draft_tokens: token {int(proposed[1, -1])} at request 1, position "
     assert found[-1].message.startswith(message)
+
+
+def test_the_tie_of_a_drafted_token_is_wider_where_the_query_is_scaled_alone() -> None:
+    case = find("mha-multi_step_draft-fp16_fp8_cache")
+    result = run_forward(XQA, make_trial_inputs(case, *decoys(case)), EAGER)
+    plain, coarse = XQA.numerics("cpu"), XQA.capability.numerics
+    ties = []
+    for numerics in (plain, coarse, replace(coarse, scales_query=frozenset({case.mode}))):
+        found = judge(result, EAGER, numerics, workspaces=())
+        ties.append(next(c.allowed for c in found if c.quantity == "draft_tokens"))
+    assert case.mode in coarse.rounds_query
+    assert ties[0] == ties[1] == tie_margin(case.dtype)
+    assert ties[2] > 2 * ties[0]
 
 
 def test_semaphores_that_a_kernel_left_dirty(monkeypatch: pytest.MonkeyPatch) -> None:

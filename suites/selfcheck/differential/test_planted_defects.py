@@ -76,6 +76,18 @@ class StaleTableTail(TRTLLMHAAttnBackend):
         table.copy_(torch.where(table == 0, 1, table))
 
 
+class TableOfAllColumns(TRTLLMHAAttnBackend):
+    """Copies the request table's rows whole, with what an older request left at their ends."""
+
+    def _fill(self, batch: ForwardBatch, *, table: bool = True) -> None:
+        super()._fill(batch, table=table)
+        pages, layout = self.forward_metadata.page_table, self.writer.layout
+        columns = torch.arange(pages.shape[1], device=pages.device) * layout.page_size
+        columns = columns.clamp_max(layout.req_to_token.shape[1] - 1)
+        rows = layout.req_to_token[batch.req_pool_indices[: len(pages)]]
+        pages.copy_(rows[:, columns] // layout.page_size)
+
+
 class UntranslatedWindowTable(TRTLLMHAAttnBackend):
     def _fill(self, batch: ForwardBatch, *, table: bool = True) -> None:
         super()._fill(batch, table=table)
@@ -257,6 +269,8 @@ ROWS: tuple[tuple[Subject, type, str, Execution, Verdict, str], ...] = (
     (MHA, LastStepRebound, "mha-multi_step_draft-bs2_ragged", GRAPH, Verdict.BROKEN_INVARIANT, "cache_seqlens_int32 was ("),
     (MHA, PaddedRowsAreNoNumbers, "mha-target_verify-dp_padding_whole_rows", EAGER, Verdict.BROKEN_INVARIANT, "of DP padding is not finite"),
     (MHA, StaleTableTail, "mha-decode-page_edge_after", GRAPH, Verdict.BROKEN_INVARIANT, "live pages, expected zeros"),
+    (MHA, TableOfAllColumns, "mha-decode-bs2_ragged", EAGER, Verdict.BROKEN_INVARIANT, "live pages, expected zeros"),
+    (MHA, TableOfAllColumns, "mha-decode-bs2_ragged", GRAPH, Verdict.BROKEN_INVARIANT, "live pages, expected zeros"),
     (MHA, UntranslatedWindowTable, "mha-decode-window_of_one_page", EAGER, Verdict.BROKEN_INVARIANT, "swa_page_table"),
     (MHA, UntranslatedWindowWrites, "mha-target_verify-window_of_one_page", EAGER, Verdict.BROKEN_INVARIANT, "swa.k0 slot"),
     (MHA, WindowWritesByTheMappingOfNow, "mha-decode-window_bs5_interleaved", EAGER, Verdict.BROKEN_INVARIANT, "swa.k0 slot"),
