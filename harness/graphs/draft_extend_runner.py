@@ -60,7 +60,7 @@ class DraftExtendRunner(GraphRunner[LogitsProcessorOutput, AttentionBackend]):
     @property
     def accept_pad(self) -> int:
         """A padded request fills its rows in v2 and takes the least there is in v1."""
-        return self.num_tokens_per_req if self.is_v2 else 1
+        return super().accept_pad if self.is_v2 else 1
 
     def fields(self) -> tuple[Field, ...]:
         """Hidden states of the target are an input where the draft model takes them."""

@@ -45,15 +45,6 @@ def test_sinks_take_their_share_of_every_row(mode: ForwardMode, q_lens: tuple[in
     torch.testing.assert_close(obtained, scene.expected(inputs, q_lens, sinks=sinks))
 
 
-def test_keys_are_kept_where_the_caller_saved_them() -> None:
-    scene = MHAScene()
-    batch, inputs = scene.batch(VERIFY, (3, 3)), scene.inputs(6)
-    before = scene.pool.k_buffer[0].clone()
-    obtained = scene.run(batch, inputs | {"save_kv_cache": False}, scene.layer)
-    assert torch.equal(scene.pool.k_buffer[0], before)
-    torch.testing.assert_close(obtained, scene.expected(inputs, (3, 3)))
-
-
 @pytest.mark.parametrize("mode", [VERIFY, V2, V1, ForwardMode.DECODE], ids=phase_id)
 def test_swa_layers_read_and_write_the_swa_pool(mode: ForwardMode) -> None:
     scene = MHAScene(pool=swa_pool())

@@ -69,15 +69,6 @@ def test_no_mask_where_nothing_is_verified(changes: dict[str, Any]) -> None:
     assert backend.verify_mask is None
 
 
-def test_latents_are_kept_where_the_caller_saved_them() -> None:
-    scene = MLAScene()
-    batch, inputs = scene.batch(VERIFY, (3, 3)), scene.inputs(6)
-    before = scene.pool.kv_buffer[0].clone()
-    obtained = scene.run(batch, inputs | {"save_kv_cache": False}, scene.layer)
-    assert torch.equal(scene.pool.kv_buffer[0], before)
-    torch.testing.assert_close(obtained, scene.expected(inputs, (3, 3)))
-
-
 @pytest.mark.parametrize("name", ["q_rope", "k_rope"])
 def test_a_missing_rotary_part_is_named(name: str) -> None:
     scene = MLAScene()

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from fixtures.drivers.fp8_casts import FP8, CastsToFP8
-from fixtures.toys.toy_attention import mha_pool, mla_pool
+from fixtures.drivers.fp8_casts import CastsToFP8
+from fixtures.toys.toy_attention import NUM_PAGES, PAGE, mha_pool, mla_pool
 from fixtures.toys.toy_scenes import MHAScene, MLAScene, Scene, phase_id, toy_sized
 from harness.attention.baselines import HostLengthsMLABackend
 from harness.attention.trtllm_mha import TRTLLMHAAttnBackend
 from harness.attention.trtllm_mla import TRTLLMMLABackend
 from harness.core.capability import REFERENCE, TRTLLM_GEN_MHA, TRTLLM_GEN_MLA
+from harness.kernels.shape_checks import FP8
 from harness.upstream.forward_batch_info import ForwardMode
 
 VERIFY, V1, V2 = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2
@@ -106,14 +107,25 @@ def test_idle_gives_zeros(scene_of: Any) -> None:
     assert torch.equal(obtained, torch.zeros(2, width))
 
 
+@pytest.mark.parametrize("scene_of", [MHAScene, MLAScene])
+def test_the_cache_is_kept_where_the_caller_saved_it(scene_of: Any) -> None:
+    scene, every = scene_of(), torch.arange(NUM_PAGES * PAGE)
+    batch, inputs = scene.batch(VERIFY, (3, 3)), scene.inputs(6)
+    before = written(scene, every).clone()
+    obtained = scene.run(batch, inputs | {"save_kv_cache": False}, scene.layer)
+    assert torch.equal(written(scene, every), before)
+    torch.testing.assert_close(obtained, scene.expected(inputs, (3, 3)))
+
+
 @pytest.mark.parametrize("value", [1e4, -1e4])
-@pytest.mark.parametrize("is_mha", [True, False])
-def test_no_query_beyond_fp8_is_left_to_the_cast(is_mha: bool, value: float) -> None:
-    scene: Scene
-    if is_mha:
-        scene = MHAScene(pool=mha_pool(dtype=FP8), capability=toy_sized(TRTLLM_GEN_MHA))
-    else:
-        scene = MLAScene(pool=mla_pool(FP8), capability=toy_sized(TRTLLM_GEN_MLA))
+@pytest.mark.parametrize(
+    ("scene_of", "pool_of", "capability"),
+    [(MHAScene, mha_pool, TRTLLM_GEN_MHA), (MLAScene, mla_pool, TRTLLM_GEN_MLA)],
+)
+def test_no_query_beyond_fp8_is_left_to_the_cast(
+    scene_of: Any, pool_of: Any, capability: Any, value: float
+) -> None:
+    scene = scene_of(pool=pool_of(dtype=FP8), capability=toy_sized(capability))
     batch, inputs = scene.batch(VERIFY, (3, 3)), scene.inputs(6)
     inputs["q"].flatten()[5:6].fill_(value)
     casts = CastsToFP8()
