@@ -222,7 +222,11 @@ class Drive:
     def _end(self, one: Progress, ended: Sequence[UnitEnd]) -> None:
         new = [end for end in ended if end.unit not in one.ended]
         one.ended.update(end.unit for end in new)
-        one.red += sum(end.outcome == "failed" for end in new)
+        for end in new:
+            if end.outcome == "failed":
+                one.red += 1
+                cause = next(iter(end.message.splitlines()), "no cause given")
+                self._tell(f"{one.work}: red: {end.unit}: {cause}")
         self._sink(one.work, new)
 
     def _tell_progress(self) -> None:

@@ -192,6 +192,10 @@ def test_a_trial_that_kills_its_worker_thrice_is_red_and_holds_nobody_up() -> No
     assert (record.verdict, record.test, record.kind) == (Verdict.ERROR, "u3", "sm90")
     assert record.message == "killed its worker 3 times: its process ended by SIGSEGV"
     assert record.recorded
+    # At once: a run that is stopped at its time limit writes no report.
+    assert [line for line in ran.told if "red: " in line] == [
+        f"run on sm90: red: u3: {record.message}"
+    ]
 
 
 def test_an_answer_that_comes_twice_counts_once() -> None:
