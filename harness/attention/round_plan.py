@@ -86,7 +86,9 @@ class RoundPlan:
         # The extend's seq_lens are those of the verify and its queries.
         offsets = ((VERIFY, self.num_table_keys), (EXTEND, self.num_table_keys - width))
         return {
-            mode: BufferSlice(buffers, self._largest(mode, max_bs), self.steps + i, num_table_keys)
+            mode: BufferSlice(
+                buffers, self._largest(mode, buffers.rows), self.steps + i, num_table_keys
+            )
             for i, (mode, num_table_keys) in enumerate(offsets)
         }
 

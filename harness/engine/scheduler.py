@@ -156,7 +156,13 @@ class Scheduler:
         leases = [request.held for request in admitted]
         tokens = [request.tokens for request in admitted]
         cached = [lease.committed for lease in leases]
-        fresh = self._worker.prefill(tokens, [lease.row for lease in leases], cached)
+        try:
+            fresh = self._worker.prefill(tokens, [lease.row for lease in leases], cached)
+        except BaseException:
+            for request in reversed(admitted):
+                self._kv_manager.release(request)
+                self.waiting.appendleft(request)
+            raise
         self._state = join(self._state, fresh)
         self.running += admitted
         for request, lease, first in zip(admitted, leases, fresh.bonus.tolist(), strict=True):

@@ -46,6 +46,28 @@ class PrefillGeometry:
         return self.batch_size * self.max_q_len
 
 
+@dataclass(frozen=True)
+class Filled:
+    """Of whose numbers a plan's index buffers are, and what else follows from these.
+
+    Args:
+        forward: an eager one.
+        block_tables: of its layers; those of a sliding window may have another.
+        rows: [T] int64, of each query its row in the plan's output.
+        padding: [T, 1, 1] bool, whether it is none.
+    """
+
+    forward: object
+    block_tables: torch.Tensor
+    rows: torch.Tensor
+    padding: torch.Tensor
+
+    def is_of(self, forward: object, block_tables: torch.Tensor) -> bool:
+        """Whether a call finds the buffers filled; its tables are no copy of others."""
+        here, there = self.block_tables.data_ptr(), block_tables.data_ptr()
+        return self.forward is forward and here == there
+
+
 class PrefillPlan:
     """One schedule, and the index buffers that its kernel reads.
 
@@ -54,13 +76,12 @@ class PrefillPlan:
         device: with its index.
 
     Attributes:
-        filled: the eager forward whose numbers the buffers hold, and what else follows from them:
-            see ``PagedPrefill``. None for any.
+        filled: None for any numbers.
     """
 
     def __init__(self, geometry: PrefillGeometry, device: torch.device) -> None:
         self.geometry = geometry
-        self.filled: tuple[object, torch.Tensor, torch.Tensor] | None = None
+        self.filled: Filled | None = None
         bs, width = geometry.batch_size, geometry.table_width
         requests = torch.arange(bs + 1, dtype=torch.int32, device=device)
         self._qo_indptr = requests * geometry.max_q_len

@@ -9,7 +9,7 @@ import torch
 
 from harness.errors import CaptureViolation
 from harness.kernels.checked import scale_and_cast
-from harness.kernels.flashinfer_plan import KERNEL, PrefillGeometry, PrefillPlan
+from harness.kernels.flashinfer_plan import KERNEL, Filled, PrefillGeometry, PrefillPlan
 from harness.kernels.interface import ContextCall
 from harness.kernels.paged_kv import is_readable
 from harness.kernels.ragged import padding_rows, request_and_index
@@ -70,7 +70,7 @@ class PagedPrefill:
 
         The plan's index buffers are the call's then.
         """
-        if plan.filled is None or plan.filled[0] is not call.forward:
+        if plan.filled is None or not plan.filled.is_of(call.forward, call.block_tables):
             plan.fill(call.cu_seqlens_q, call.seq_lens, call.block_tables)
             request, index = request_and_index(call.cu_seqlens_q, call.q.shape[0])
             last = plan.geometry.rows - 1
@@ -78,9 +78,9 @@ class PagedPrefill:
             padding = padding_rows(call.cu_seqlens_q, call.q.shape[0])
             # What is made during a capture is the graph's, and replays fill the plan as well.
             keeps = call.forward is not None and plan.geometry not in self._captured
-            plan.filled = (call.forward, rows, padding) if keeps else None
+            plan.filled = Filled(call.forward, call.block_tables, rows, padding) if keeps else None
             return rows, padding
-        return plan.filled[1:]
+        return plan.filled.rows, plan.filled.padding
 
     def _plan(self, geometry: PrefillGeometry, q: torch.Tensor) -> PrefillPlan:
         if geometry in self._captured:

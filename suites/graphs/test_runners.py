@@ -162,6 +162,8 @@ def test_seq_lens_cpu_is_padded_where_it_is_carried_and_not_missed_where_not() -
     assert planned.seq_lens_sum == int(runner.buffers["seq_lens"].sum()) == 23
     assert planned.extend_seq_lens_cpu == [3, 3, 3, 3]
     assert (batch.seq_lens_sum, batch.extend_seq_lens_cpu) == (21, [3, 3, 3])
+    runner.replay(verify(5, 9, 7))
+    assert runner.attn_backend.plans[-1].seq_lens_cpu is None
 
 
 def test_a_backend_that_reads_host_lengths_has_them_at_capture() -> None:

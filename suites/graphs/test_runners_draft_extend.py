@@ -126,9 +126,14 @@ def test_host_lengths_count_the_rows_of_padded_requests(
     mode: ForwardMode, taken: list[int]
 ) -> None:
     runner = extender(mode)
-    batch = extend_batch(mode, [9, 6, 8], [1, 3, 2]).with_changes(extend_seq_lens_cpu=taken[:3])
+    batch = extend_batch(mode, [9, 6, 8], [1, 3, 2]).with_changes(
+        extend_seq_lens_cpu=taken[:3], seq_lens_cpu=torch.tensor([9, 6, 8]), seq_lens_sum=23
+    )
     runner.replay(batch)
-    assert runner.attn_backend.plans[-1].extend_seq_lens_cpu == taken
+    planned, on_device = runner.attn_backend.plans[-1], runner.buffers["seq_lens"]
+    assert planned.extend_seq_lens_cpu == taken
+    assert planned.seq_lens_cpu.tolist() == on_device.tolist()
+    assert planned.seq_lens_sum == on_device.sum()
 
 
 def test_v2_keeps_uniform_rows_and_computes_no_topk() -> None:

@@ -54,8 +54,17 @@ def test_an_input_that_moved_is_named(move: Callable[[torch.Tensor], object]) ->
     x = torch.zeros(2, 3)
     tape = Tape()
     tape.capture(lambda: x + 1)
+    tape.replay()
     move(x)
     with pytest.raises(
         ContractError, match=r"float32\[2, 3\] that aten.add.Tensor reads at .*test_tape"
     ):
+        tape.replay()
+
+
+def test_an_argument_given_by_name_may_not_move_either() -> None:
+    x, y, tape = torch.zeros(6), torch.zeros(6), Tape()
+    tape.capture(lambda: torch.add(x, 1, out=y))
+    y.set_(torch.ones(6))
+    with pytest.raises(ContractError, match=r"float32\[6\] that aten.add.out reads at"):
         tape.replay()

@@ -8,13 +8,14 @@ import torch
 from fixtures.toys.toy import TARGET
 from fixtures.toys.toy_engine import PROMPTS, spec_config, toy_engine
 from fixtures.toys.toy_rounds import STEPS, WIDTH
+from harness.engine.prefill import chunks
 from harness.errors import UsageError
 from harness.upstream.forward_batch_info import EagleDraftExtendInput
 
 
 @pytest.mark.parametrize("chunk_size", [None, 5])
 def test_prefill_in_chunks_and_the_draft_one_token_behind(chunk_size: int | None) -> None:
-    toy = toy_engine(spec_config(STEPS, WIDTH), chunk_size=chunk_size)
+    toy = toy_engine(spec_config(STEPS, WIDTH), chunk_size=chunk_size, needs_cpu=True)
     toy.trace.clear()
     requests = [toy.engine.submit(prompt, 40) for prompt in PROMPTS[:3]]
     toy.engine.step()
@@ -30,6 +31,9 @@ def test_prefill_in_chunks_and_the_draft_one_token_behind(chunk_size: int | None
             assert batch.input_ids.tolist() == ids
             assert batch.positions.tolist() == [i for span in at for i in span]
             assert batch.seq_lens.tolist() == [span.stop for span in at]
+            assert batch.seq_lens_cpu is not None
+            assert batch.seq_lens_cpu.tolist() == [span.stop for span in at]
+            assert batch.seq_lens_sum == sum(span.stop for span in at)
             assert batch.extend_seq_lens_cpu == [len(span) for span in at]
             assert batch.req_pool_indices.tolist() == [1 + r for r in live]
         spec = draft.spec_info
@@ -39,6 +43,17 @@ def test_prefill_in_chunks_and_the_draft_one_token_behind(chunk_size: int | None
         assert spec.hidden_states is not None
         dense = [TARGET.dense(PROMPTS[r]).hidden_states[i.start : i.stop] for r, i in spans]
         torch.testing.assert_close(spec.hidden_states, torch.cat(dense))
+
+
+def test_chunks_go_on_behind_what_is_cached() -> None:
+    of_two = [*chunks([[*range(10)], [*range(20, 27)]], 3, [4, 0])]
+    assert [chunk.requests for chunk in of_two] == [[0, 1], [0, 1], [1]]
+    assert [chunk.starts for chunk in of_two] == [[4, 0], [7, 3], [6]]
+    assert [chunk.ids for chunk in of_two] == [
+        [[4, 5, 6], [20, 21, 22]],
+        [[7, 8, 9], [23, 24, 25]],
+        [[26]],
+    ]
 
 
 @pytest.mark.parametrize("chunk_size", [0, -3])

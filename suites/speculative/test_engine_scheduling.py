@@ -135,6 +135,47 @@ def test_nobody_is_admitted_without_room_for_a_first_round() -> None:
     assert prefilled == [0, 1]
 
 
+def test_a_large_request_is_not_overtaken_by_a_small_one() -> None:
+    """Of five pages the first takes three, the second would take four and the third two."""
+    toy = toy_engine(spec_config(3, 4), num_pages=6, max_bs=3)
+    counts = {0: 3, 2: 1, 1: 3}
+    first, *others = (toy.engine.submit(PROMPTS[i], count) for i, count in counts.items())
+    toy.engine._admit()
+    assert toy.engine.running == [first]
+    assert list(toy.engine.waiting) == others
+
+
+@EVERY
+def test_a_prefill_that_fails_leaves_nothing_allocated(
+    make: Callable[..., ToyEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = make()
+    free = toy.free
+    requests = [toy.engine.submit(prompt, NEW) for prompt in PROMPTS[:2]]
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(toy.worker, "prefill", fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            toy.engine.step()
+        assert toy.free == free
+        assert list(toy.engine.waiting) == requests
+        with pytest.raises(RuntimeError, match="out of memory"):
+            toy.engine.generate(PROMPTS[2:3], NEW)
+        assert toy.free == free
+    drain(toy, requests)
+    assert [r.generation.token_ids for r in requests] == [text(r.prompt) for r in requests]
+
+
+@pytest.mark.parametrize(("steps", "drafts", "tokens"), [(5, 2, 5), (3, 4, 4)])
+def test_a_round_has_room_for_its_draft_and_for_its_verify(
+    steps: int, drafts: int, tokens: int
+) -> None:
+    assert toy_engine(spec_config(steps, drafts)).worker.headroom == tokens
+
+
 @EVERY
 def test_an_aborted_request_leaves_the_others_alone(make: Callable[..., ToyEngine]) -> None:
     toy = make(max_bs=2)

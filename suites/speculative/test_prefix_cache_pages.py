@@ -9,6 +9,7 @@ from harness.engine.kv_lease import SlotTable
 from harness.engine.kv_manager import KVCacheManager
 from harness.engine.plan_stream import SameStream
 from harness.engine.prefix_cache import PrefixCache
+from harness.engine.request import Request
 from harness.errors import ContractError, UsageError
 from harness.upstream.allocator import PagedAllocator, ReqToTokenPool
 from harness.upstream.memory_pool import MHATokenToKVPool, SWAKVPool
@@ -69,6 +70,7 @@ def test_pages_are_known_by_the_token_behind_them():
     assert cache.acquire([99, *range(1, 9)]) == []
     assert cache.insert([*range(8), 99], 9, [1, 3]) == {3}
     assert cache.insert(range(9), 7, [4, 5]) == set()
+    assert PrefixCache(PagedAllocator(8, PAGE)).insert(range(9), 8, [1, 2]) == {1, 2}
 
 
 def test_the_least_recently_wanted_leaf_goes_first():
@@ -110,6 +112,30 @@ def test_a_prefix_that_was_wanted_again_outlives_one_that_was_not():
         cache.ensure_free(allocator.available_pages + 1)
         assert cache.acquire(gone) == []
     assert cache.pages == 0
+
+
+def test_a_prefix_whose_request_ends_outlives_one_that_nobody_used_since():
+    allocator = PagedAllocator(4, PAGE)
+    cache = PrefixCache(allocator)
+    ended, unused = [*range(5)], [*range(20, 25)]
+    pages = allocator.alloc(1)
+    cache.insert(ended, 5, pages)
+    cache.insert(unused, 5, allocator.alloc(1))
+    assert cache.insert(ended, 5, pages) == set()
+    cache.ensure_free(allocator.available_pages + 1)
+    assert cache.acquire(unused) == []
+    assert len(cache.acquire(ended)) == 1
+
+
+def test_cached_tokens_take_no_pages_of_a_lease_again():
+    """Nine tokens, eight of them cached, and a round of three: one page more than the cache's."""
+    slots = SlotTable(ReqToTokenPool(1, 24), PagedAllocator(4, PAGE), windowless(4))
+    cache = PrefixCache(slots.allocator)
+    cache.insert(range(9), 8, slots.allocator.alloc(2))
+    request = Request([*range(9)], 1, None)
+    KVCacheManager(slots, SameStream(), cache).admit(request, 3)
+    assert (request.held.committed, len(request.held.pages)) == (8, 3)
+    assert slots.allocator.available_pages == 0
 
 
 def test_nothing_is_evicted_for_room_that_cannot_be_made():

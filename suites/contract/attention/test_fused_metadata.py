@@ -99,8 +99,13 @@ def test_every_fill_leaves_what_a_loop_works_out(
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_inputs_may_have_any_stride(fused: bool, device: torch.device) -> None:
-    scene = Scene(KINDS["draft_extend_v1-padded"], 3, 16, 200, device, swa=False)
+@pytest.mark.parametrize(
+    ("kind", "swa"), [("draft_extend_v1-padded", False), ("target_verify", True)]
+)
+def test_inputs_may_have_any_stride(
+    kind: str, swa: bool, fused: bool, device: torch.device
+) -> None:
+    scene = Scene(KINDS[kind], 3, 16, 200, device, swa=swa)
     asked, writer, buffers = scene.ask(3), scene.writers[fused], scene.buffers[fused]
     packed = asked.inputs(scene.kind, device)
     apart = {
@@ -113,6 +118,15 @@ def test_inputs_may_have_any_stride(fused: bool, device: torch.device) -> None:
     wanted = expected(scene.kind, asked, writer, scene.table, scene.mapping)
     for name, rows in wanted.items():
         assert leading(getattr(buffers, name), rows) == rows, name
+
+
+@pytest.mark.parametrize("kind", ["multi_step_draft", "draft_extend_v1-padded"])
+def test_buffers_begin_with_zeros(kind: str, garbage: None, device: torch.device) -> None:
+    scene = Scene(KINDS[kind], 3, 16, 200, device, swa=not kind.endswith("padded"))
+    for buffers in scene.buffers:
+        for name in (*NAMES, "filled"):
+            held = getattr(buffers, name)
+            assert held is None or not held.any(), name
 
 
 @pytest.mark.untraced

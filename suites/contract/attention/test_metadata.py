@@ -278,3 +278,30 @@ def test_a_plan_does_not_outlive_an_idle_forward(plan_idle: str) -> None:
         ContractError, match="'DECODE' is not accepted; accepted: the planned one, none"
     ):
         planner.planned(batch)
+
+
+@pytest.mark.parametrize(
+    ("mode", "tokens"), [(ForwardMode.TARGET_VERIFY, 6), (ForwardMode.DECODE, 2)]
+)
+def test_the_plan_of_an_eager_forward_outlives_the_next_plan(
+    mode: ForwardMode, tokens: int
+) -> None:
+    """With overlap the next batch is planned while this one runs."""
+    backend = toy_backend()
+    first = plan(backend, mode, [9, 8], tokens)
+    names = ("cache_seqlens_int32", "cu_seqlens_q", "cu_seqlens_k", "page_table")
+    before = {name: getattr(first, name).clone() for name in names}
+    plan(backend, mode, [3, 14], tokens)
+    for name in names:
+        assert torch.equal(getattr(first, name), before[name]), name
+
+
+def test_a_runner_of_as_many_requests_and_more_tokens_gets_its_own_room() -> None:
+    backend = toy_backend(TRTLLMMLABackend)
+    for width in (2, 3):
+        backend.init_cuda_graph_state(2, 2 * width)
+        spec = accepted(*[width] * 2)
+        batch = batch_for(backend, ForwardMode.DRAFT_EXTEND, [9, 8], 2 * width, spec_info=spec)
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        assert backend.forward_metadata is not None
+        assert backend.forward_metadata.geometry.max_q_len == width

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from fixtures.toys.toy_attention import ROWS, dense, mha_layer, mha_pool, slots, swa_pool
+from fixtures.toys.toy_attention import (
+    NUM_PAGES,
+    PAGE,
+    ROWS,
+    dense,
+    mha_layer,
+    mha_pool,
+    slots,
+    swa_pool,
+)
 from fixtures.toys.toy_scenes import TOTALS, MHAScene, phase_id, toy_sized
 from harness.attention.baselines import ContextKernelMHABackend, VerifyFixUpMHABackend
 from harness.attention.trtllm_mha import TRTLLMHAAttnBackend
 from harness.core.capability import REFERENCE, TRTLLM_GEN_MHA, XQA
 from harness.errors import ContractError
 from harness.upstream.forward_batch_info import ForwardMode
-from harness.upstream.memory_pool import quantize
+from harness.upstream.memory_pool import MHATokenToKVPool, quantize
 
 VERIFY, V1, V2 = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2
 # mode, query tokens per request
@@ -67,6 +77,44 @@ def test_swa_layers_read_and_write_the_swa_pool(mode: ForwardMode) -> None:
     obtained = scene.forward(batch, inputs, mha_layer(0))
     scene.pool = scene.pool.full_pool
     torch.testing.assert_close(obtained, scene.expected(inputs, q_lens))
+
+
+@pytest.mark.parametrize(("layer_id", "window"), [(1, 5), (1, -1), (0, 5), (1, 0)], ids=str)
+@every_phase
+def test_the_pool_of_a_layer_follows_from_its_id_and_not_from_its_window(
+    mode: ForwardMode, q_lens: tuple[int, int], layer_id: int, window: int
+) -> None:
+    scene = MHAScene(pool=swa_pool())
+    batch, inputs = scene.batch(mode, q_lens), scene.inputs(sum(q_lens))
+    obtained = scene.run(batch, inputs, mha_layer(layer_id, sliding_window_size=window))
+    pool, mapping = scene.pool.full_pool, torch.arange(len(scene.pool.full_to_swa_index_mapping))
+    if layer_id == 1:
+        pool, mapping = scene.pool.swa_pool, scene.pool.full_to_swa_index_mapping
+    assert torch.equal(pool.k_buffer[0][mapping[batch.out_cache_loc]], inputs["k"])
+    out = []
+    for row, n, part in zip(ROWS, TOTALS, inputs["q"].split(q_lens), strict=True):
+        at = mapping[slots(row, 0, n)]
+        out.append(dense(part, pool.k_buffer[0][at], pool.v_buffer[0][at], 0.4, window))
+    torch.testing.assert_close(obtained, torch.cat(out).flatten(1).float())
+
+
+def test_values_may_be_narrower_than_keys() -> None:
+    pool = MHATokenToKVPool(
+        num_pages=NUM_PAGES,
+        page_size=PAGE,
+        num_layers=1,
+        num_kv_heads=2,
+        head_dim=8,
+        v_head_dim=4,
+        dtype=torch.float32,
+    )
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer.copy_(torch.randn(buffer.shape))
+    scene, layer = MHAScene(pool=pool), replace(mha_layer(), v_head_dim=4)
+    batch, inputs = scene.batch(VERIFY, (3, 3)), scene.inputs(6)
+    inputs["v"] = inputs["v"][..., :4]
+    obtained = scene.run(batch, inputs, layer)
+    torch.testing.assert_close(obtained, scene.expected(inputs, (3, 3)))
 
 
 @pytest.mark.parametrize("capability", [REFERENCE, TRTLLM_GEN_MHA], ids=lambda c: c.name)

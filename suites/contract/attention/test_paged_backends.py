@@ -132,3 +132,12 @@ def test_no_query_beyond_fp8_is_left_to_the_cast(
     with casts:
         scene.run(batch, inputs, scene.layer)
     assert casts.largest == torch.finfo(FP8).max
+
+
+@pytest.mark.parametrize("scene_of", [MHAScene, MLAScene])
+def test_heads_may_be_handed_over_flat(scene_of: Any) -> None:
+    scene = scene_of()
+    batch, inputs = scene.batch(VERIFY, (3, 3)), scene.inputs(6)
+    flat = {name: part.flatten(1) for name, part in inputs.items()}
+    obtained = scene.run(batch, flat, scene.layer)
+    torch.testing.assert_close(obtained, scene.expected(inputs, (3, 3)))

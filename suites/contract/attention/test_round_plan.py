@@ -21,6 +21,7 @@ from harness.attention.trtllm_mha import TRTLLMHAAttnBackend
 from harness.attention.trtllm_mla import TRTLLMMLABackend
 from harness.engine.plan_stream import RecordedStreams
 from harness.errors import ContractError, UsageError
+from harness.upstream.base_attn_backend import SharedReadEnds
 from harness.upstream.forward_batch_info import ForwardMode
 
 
@@ -84,6 +85,22 @@ def test_a_draft_extend_v1_beside_a_round_fills_its_own_table(family: str) -> No
     ]
     table = extend.forward_metadata.page_table.tolist()
     assert [row[: len(own)] for row, own in zip(table, pages, strict=True)] == pages
+
+
+def test_a_draft_extend_v1_beside_a_round_reads_the_table_in_its_replay() -> None:
+    read_ends = Trio().backends[EXTEND].shared_read_ends
+    assert read_ends(EXTEND) is SharedReadEnds.PRE_REPLAY
+    assert read_ends(ForwardMode.DRAFT_EXTEND) is SharedReadEnds.IN_REPLAY
+
+
+def test_a_smaller_runner_takes_no_room_from_a_round() -> None:
+    trio = Trio()
+    for mode, backend in trio.backends.items():
+        backend.init_cuda_graph_state(1, trio.drafts)
+        backend.init_forward_metadata_out_graph(trio.batch(mode, [1, 1]), in_capture=True)
+    trio.fill(DRAFT, [9, 4])
+    assert not trio.fill(VERIFY, [9, 4])
+    assert trio.parts()[-2].cache_seqlens_int32.tolist() == [12, 7]
 
 
 Told = tuple[ForwardMode, int, bool]

@@ -11,6 +11,7 @@ import torch
 from fixtures.drivers.kernel_calls import CONTEXT, DECODE, MLA, MLA_CONTEXT, ROWS, row_id
 from fixtures.fakes.fake_kernels import MODULES
 from harness.core.capability import REFERENCE
+from harness.core.case import KVDtype
 from harness.differential.invariants.memory import check_semaphores
 from harness.kernels import flash_mla, flashinfer_xqa, trtllm_gen, workspace
 from harness.kernels.checked import CheckedKernel, scale_and_cast
@@ -95,9 +96,23 @@ def test_another_geometry_has_a_plan_of_its_own() -> None:
     assert len(kernel.kernels["context"]._plans) == 3
 
 
-def test_variants_with_sinks_are_built_for_each_head_size() -> None:
-    for head_dim in (64, 128):
-        assert_agrees(FlashInferXQA("cuda"), replace(CONTEXT, sinks=True, head_dim=head_dim))
+def test_layers_of_a_forward_with_other_tables_read_their_own() -> None:
+    """A layer of the SWA pool beside a full one: the same geometry, another table."""
+    kernel, forward = FlashInferXQA("cuda"), object()
+    for seed in (0, 5, 0):
+        call = draw(CONTEXT, seed=seed)
+        obtained = call.on(kernel, forward=forward)
+        expected = call.on(TorchPaged(REFERENCE), out_dtype=torch.float32)
+        torch.testing.assert_close(obtained.float(), expected, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("kv_dtype", [KVDtype.AUTO, KVDtype.FP8])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_variants_with_sinks_are_built_for_each_head_size_and_cache(
+    head_dim: int, kv_dtype: KVDtype
+) -> None:
+    shape = replace(CONTEXT, sinks=True, head_dim=head_dim, kv_dtype=kv_dtype, bmm2_scale=3.0)
+    assert_agrees(FlashInferXQA("cuda"), shape)
 
 
 @pytest.mark.parametrize(
@@ -181,3 +196,23 @@ def test_layers_of_a_forward_share_a_schedule_and_a_graph_records_its_own(
     capturing = False
     assert layers(short, first) == 1
     assert layers(long, None) == layers(short, None) == 2
+
+
+def test_a_forward_at_the_address_of_one_that_is_gone_has_its_own_schedule() -> None:
+    kernel = FlashMLA("cuda")
+    row = next(shape for kind, shape in ROWS if kind is FlashMLA and shape.entry == "mla_decode")
+    calls = [draw(replace(row, lengths=lengths)) for lengths in ((70, 9), (300, 37))] * 4
+    # Nothing is made between two calls that could take the address.
+    obtained = [call.on(kernel, forward=object()) for call in calls]
+    for call, out in zip(calls, obtained, strict=True):
+        expected = call.on(TorchPaged(REFERENCE), out_dtype=torch.float32)
+        torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=1e-2)
+
+
+def test_a_workspace_and_what_no_kernel_writes_begin_with_zeros(garbage: None) -> None:
+    made = workspace.workspace("trtllm_gen", torch.device("cpu"))
+    assert not made.semaphores.any()
+    call = draw(CONTEXT)
+    ends = torch.zeros(len(CONTEXT.lengths) + 1, dtype=torch.int32)
+    out = call.on(FlashInferXQA("cuda"), cu_seqlens_q=ends, max_q_len=0)
+    assert not out.any()

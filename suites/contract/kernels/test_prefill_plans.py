@@ -9,7 +9,7 @@ import torch
 
 from harness.errors import CaptureViolation
 from harness.kernels import flashinfer_prefill
-from harness.kernels.flashinfer_plan import PrefillGeometry
+from harness.kernels.flashinfer_plan import Filled, PrefillGeometry
 from harness.kernels.flashinfer_prefill import KEPT_PLANS, PagedPrefill, rounded_width
 from harness.kernels.interface import ContextCall
 
@@ -23,7 +23,7 @@ class Plan:
 
     def __init__(self, geometry: PrefillGeometry, device: torch.device) -> None:
         self.geometry = geometry
-        self.filled: tuple[object, torch.Tensor, torch.Tensor] | None = None
+        self.filled: Filled | None = None
         self.made.append(geometry)
 
     def fill(self, cu_seqlens_q: torch.Tensor, *_: torch.Tensor) -> None:
@@ -122,10 +122,9 @@ def test_layers_of_a_forward_fill_a_plan_once(captures: list[bool]) -> None:
     prefill = PagedPrefill(torch.device("cpu"))
     first, second = object(), object()
     for lens, forward in (((6, 2), first), ((3, 6), second), ((6, 2), first)):
+        layer = call(*lens, forward=forward)
         for _ in range(3):
-            assert rows_of(prefill(call(*lens, forward=forward))) == [
-                n for n in lens for _ in range(n)
-            ]
+            assert rows_of(prefill(layer)) == [n for n in lens for _ in range(n)]
     assert FILLS == [[6, 2], [3, 6], [6, 2]]
     for _ in range(2):
         prefill(call(6, 2))
@@ -148,9 +147,10 @@ def test_a_plan_that_a_graph_reads_is_filled_in_every_layer(captures: list[bool]
     prefill(call(4, 4))
     captures[0] = False
     FILLS.clear()
+    layer = call(4, 1, forward=forward)
     for _ in range(2):
-        prefill(call(4, 1, forward=forward))
+        prefill(layer)
         # A replay writes the plan's buffers, and nobody here is told.
         prefill._captured[Plan.made[0]].lens = [9, 9]
-    assert rows_of(prefill(call(4, 1, forward=forward))) == [4, 4, 4, 4, 1]
+    assert rows_of(prefill(layer)) == [4, 4, 4, 4, 1]
     assert FILLS == [[4, 1]] * 3

@@ -28,6 +28,14 @@ def test_operations_and_bytes_are_exact() -> None:
     assert (effects.count("topk"), effects.count("aten."), effects.count("mm")) == (1, 5, 0)
 
 
+def test_a_result_written_to_memory_given_by_name_allocates_nothing() -> None:
+    x, y = torch.ones(6), torch.zeros(6)
+    with observe() as effects:
+        torch.add(x, 1, out=y)
+    assert effects.operations == {"aten.add.out": 1}
+    assert effects.bytes_allocated == 0
+
+
 def test_each_host_sync_is_reported_once_with_its_line_and_still_happens() -> None:
     lengths = torch.tensor([3, 5])
 
