@@ -7,6 +7,7 @@ prints there.
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -25,7 +26,7 @@ from ci.gate import named_kinds
 from ci.nightly.trials import planned
 from harness.core.argument_types import CommandLine, above_zero, count
 from harness.core.paths import ROOT
-from harness.core.signals import INTERRUPTED
+from harness.core.signals import INTERRUPTED, heard_as_interrupt
 from harness.errors import UsageError, missing
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for lane in options.lanes:
                 stack.enter_context(held(options.report / lane))
             cluster = stack.enter_context(RayCluster(options.address, options.tree))
+            stack.enter_context(heard_as_interrupt(signal.SIGTERM))  # of which Ray prints its stack
             return run(cluster, options, given[at + 1 :], began)
     except UsageError as error:
         print(f"cluster: {error}", file=sys.stderr)

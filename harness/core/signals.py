@@ -27,6 +27,16 @@ def held(number: signal.Signals) -> Iterator[None]:
         signal.raise_signal(number)
 
 
+@contextmanager
+def heard_as_interrupt(number: signal.Signals) -> Iterator[None]:
+    """Inside, a signal does what Ctrl-C does. Schedulers end a job by SIGTERM at its time limit."""
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, signal.SIG_DFL if before is None else before)
+
+
 def hear_sigint() -> None:
     """For ``preexec_fn``: in a shell's background Ctrl-C is ignored, and children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

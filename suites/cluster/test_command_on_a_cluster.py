@@ -89,7 +89,7 @@ def test_a_lane_of_commands_that_nobody_ran_is_red(cluster: LocalCluster, tmp_pa
     assert done.returncode == 1
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_driver_that_ends_frees_every_gpu_and_goes_on(
     cluster: LocalCluster, tmp_path: Path, how: signal.Signals
 ) -> None:
@@ -105,7 +105,7 @@ def test_a_driver_that_ends_frees_every_gpu_and_goes_on(
         assert "accepted: a folder that no other run writes to" in second.stderr
         process.send_signal(how)
         code = process.wait(30)
-    assert code == (130 if how is signal.SIGINT else -how)
+    assert code == (-how if how is signal.SIGKILL else 130)
     eventually(lambda: not asked_processes(), within_s=20.0)
     before = len(records.read_text().splitlines())
     began = time.time()
