@@ -225,8 +225,7 @@ class Drive:
         for end in new:
             if end.outcome == "failed":
                 one.red += 1
-                cause = next(iter(end.message.splitlines()), "no cause given")
-                self._tell(f"{one.work}: red: {end.unit}: {cause}")
+                self._tell(f"{one.work}: red: {end.unit}: {end.message}")
         self._sink(one.work, new)
 
     def _tell_progress(self) -> None:

@@ -193,11 +193,11 @@ def test_an_operation_reads_what_it_is_given_and_a_view_is_no_read() -> None:
 
 
 def test_a_table_given_by_name_is_read_too() -> None:
-    library = torch.library.Library("specgate_suites", "DEF")
+    library = torch.library.Library("toys", "DEF")
     library.define("gather(*, Tensor table, Tensor rows) -> Tensor")
     library.impl("gather", lambda *, table, rows: table[rows], "CPU")
     table, rows = torch.arange(6).view(3, 2), torch.tensor([1])
-    gather = torch.ops.specgate_suites.gather
+    gather = torch.ops.toys.gather
     found, reads = observed({TABLE: table}, lambda: gather(table=table, rows=rows))
     assert found.tolist() == [[2, 3]]
     assert reads == {TABLE}

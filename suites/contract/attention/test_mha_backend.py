@@ -8,23 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from fixtures.toys.toy_attention import (
-    NUM_PAGES,
-    PAGE,
-    ROWS,
-    dense,
-    mha_layer,
-    mha_pool,
-    slots,
-    swa_pool,
-)
+from fixtures.toys.toy_attention import ROWS, dense, mha_layer, mha_pool, slots, swa_pool
 from fixtures.toys.toy_scenes import TOTALS, MHAScene, phase_id, toy_sized
 from harness.attention.baselines import ContextKernelMHABackend, VerifyFixUpMHABackend
 from harness.attention.trtllm_mha import TRTLLMHAAttnBackend
 from harness.core.capability import REFERENCE, TRTLLM_GEN_MHA, XQA
 from harness.errors import ContractError
 from harness.upstream.forward_batch_info import ForwardMode
-from harness.upstream.memory_pool import MHATokenToKVPool, quantize
+from harness.upstream.memory_pool import quantize
 
 VERIFY, V1, V2 = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2
 # mode, query tokens per request
@@ -99,18 +90,7 @@ def test_the_pool_of_a_layer_follows_from_its_id_and_not_from_its_window(
 
 
 def test_values_may_be_narrower_than_keys() -> None:
-    pool = MHATokenToKVPool(
-        num_pages=NUM_PAGES,
-        page_size=PAGE,
-        num_layers=1,
-        num_kv_heads=2,
-        head_dim=8,
-        v_head_dim=4,
-        dtype=torch.float32,
-    )
-    for buffer in (*pool.k_buffer, *pool.v_buffer):
-        buffer.copy_(torch.randn(buffer.shape))
-    scene, layer = MHAScene(pool=pool), replace(mha_layer(), v_head_dim=4)
+    scene, layer = MHAScene(pool=mha_pool(v_head_dim=4)), replace(mha_layer(), v_head_dim=4)
     batch, inputs = scene.batch(VERIFY, (3, 3)), scene.inputs(6)
     inputs["v"] = inputs["v"][..., :4]
     obtained = scene.run(batch, inputs, layer)
