@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +56,11 @@ def test_every_entry_agrees_with_the_reference(kind, shape: Shape) -> None:
     assert check_semaphores(workspace.shared_workspaces()) == []
 
 
+def assert_is_the_references(obtained: torch.Tensor, call: RandomCall, **changes: Any) -> None:
+    expected = call.on(TorchPaged(REFERENCE), **changes, out_dtype=torch.float32)
+    torch.testing.assert_close(obtained.float(), expected, rtol=2e-2, atol=1e-2)
+
+
 def backwards(
     out: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor
 ) -> torch.Tensor:
@@ -78,8 +84,7 @@ def test_one_plan_serves_every_batch_of_its_geometry(
         tables = widened(other, call)
         changes = {"cu_seqlens_q": ends, "block_tables": tables, "max_q_len": 21}
         obtained = other.on(kernel, **changes)
-        expected = other.on(TorchPaged(REFERENCE), **changes, out_dtype=torch.float32)
-        torch.testing.assert_close(obtained.float(), expected, rtol=2e-2, atol=1e-2)
+        assert_is_the_references(obtained, other, **changes)
     assert len(context._plans) == 1
 
 
@@ -102,8 +107,7 @@ def test_layers_of_a_forward_with_other_tables_read_their_own() -> None:
     for seed in (0, 5, 0):
         call = draw(CONTEXT, seed=seed)
         obtained = call.on(kernel, forward=forward)
-        expected = call.on(TorchPaged(REFERENCE), out_dtype=torch.float32)
-        torch.testing.assert_close(obtained.float(), expected, rtol=2e-2, atol=1e-2)
+        assert_is_the_references(obtained, call)
 
 
 @pytest.mark.parametrize("kv_dtype", [KVDtype.AUTO, KVDtype.FP8])
@@ -182,8 +186,7 @@ def test_layers_of_a_forward_share_a_schedule_and_a_graph_records_its_own(
         before = len(scheduled)
         for _ in range(2):
             obtained = call.on(kernel, forward=forward)
-            expected = call.on(TorchPaged(REFERENCE), out_dtype=torch.float32)
-            torch.testing.assert_close(obtained.float(), expected, rtol=2e-2, atol=1e-2)
+            assert_is_the_references(obtained, call)
         return len(scheduled) - before
 
     first, second = object(), object()
@@ -205,8 +208,7 @@ def test_a_forward_at_the_address_of_one_that_is_gone_has_its_own_schedule() -> 
     # Nothing is made between two calls that could take the address.
     obtained = [call.on(kernel, forward=object()) for call in calls]
     for call, out in zip(calls, obtained, strict=True):
-        expected = call.on(TorchPaged(REFERENCE), out_dtype=torch.float32)
-        torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=1e-2)
+        assert_is_the_references(out, call)
 
 
 def test_a_workspace_and_what_no_kernel_writes_begin_with_zeros(garbage: None) -> None:
