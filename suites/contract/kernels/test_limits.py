@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
@@ -11,12 +12,13 @@ import pytest
 import torch
 
 from harness.core.capability import CAPABILITIES, REFERENCE, XQA
+from harness.core.case import Family
 from harness.errors import KernelRefusal, UsageError
 from harness.kernels import reference
 from harness.kernels.checked import CheckedKernel
 from harness.kernels.interface import DecodeCall
 from harness.kernels.limits import __main__ as limits
-from harness.kernels.limits.random_calls import Shape, draw
+from harness.kernels.limits.random_calls import ENTRIES, Shape, draw
 from harness.kernels.limits.table import TABLE, LimitProbe, probes
 from harness.kernels.reference import TorchPaged
 
@@ -56,6 +58,15 @@ def test_every_kernel_has_probes_on_both_sides() -> None:
         assert {probe.is_within for probe in asked} == {True, False}
         assert len({probe.what for probe in asked}) == len(asked)
     assert {capability for capability, *_ in TABLE} == set(REAL)
+
+
+def test_a_probe_asks_what_its_name_says() -> None:
+    for probe in probes(REAL):
+        shape = probe.shape
+        kv_heads = shape.kv_heads if ENTRIES[shape.entry] is Family.MHA else 1
+        asked = asdict(shape) | {"group_size": shape.heads / kv_heads}
+        for name, value in re.findall(r"(\w+) (\d+)(?!, \d)\b", probe.what):
+            assert asked[name] == int(value), (probe.capability.name, probe.what)
 
 
 def kernel(**changes: object) -> CheckedKernel:

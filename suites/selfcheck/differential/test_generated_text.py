@@ -83,6 +83,11 @@ def test_messages_name_item_obtained_expected_and_shortfall() -> None:
     assert (tied.error, tied.where, tied.to_quantity().ratio < 1) == (0.04, "item 0", True)
 
 
+def test_a_token_that_falls_short_by_the_margin_itself_is_counted_as_tied() -> None:
+    found = judge_tokens(TOKENS, along((0, 0, 0, 0, TIE, 0, 0)), Dtype.BF16, count=7)
+    assert (found.passed, found.tokens) == (True, TokenCounts(judged=7, tied=1))
+
+
 @pytest.mark.parametrize(("count", "came"), [(8, "7 came, expected 8"), (6, "7 came, expected 6")])
 def test_a_text_has_as_many_tokens_as_were_asked_for(count: int, came: str) -> None:
     found = judge_tokens(TOKENS, along(), Dtype.BF16, count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from fixtures.tables import find
 from harness.core.case import Execution
 from harness.core.record import Verdict
 from harness.core.tolerance import tie_margin
+from harness.differential import trial
+from harness.differential.compare import Comparison
 from harness.differential.forward import decoys, run_forward
 from harness.differential.inputs import make_trial_inputs
 from harness.differential.judge import _choices, judge
@@ -74,6 +77,14 @@ def test_the_tie_of_a_drafted_token_is_wider_where_the_query_is_scaled_alone() -
     assert case.mode in coarse.rounds_query
     assert ties[0] == ties[1] == tie_margin(case.dtype)
     assert ties[2] > 2 * ties[0]
+
+
+def test_a_message_names_the_first_three_quantities(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = partial(Comparison, verdict=Verdict.BROKEN_INVARIANT)
+    found = [broken(quantity=name, message=f"{name} is off") for name in "abcde"]
+    monkeypatch.setattr(trial, "judge", lambda *_: found)
+    record = run_trial(find("mha-decode-bs2_ragged"), MHA, EAGER)
+    assert record.message == "a is off; b is off; c is off"
 
 
 def test_semaphores_that_a_kernel_left_dirty(monkeypatch: pytest.MonkeyPatch) -> None:
