@@ -1,5 +1,9 @@
-"""A benchmark that is killed leaves no process and no half line, and goes on where it was."""
+"""A benchmark that is killed leaves no process and no half line, and goes on where it was.
 
+Its servers are of the kind that ``--server`` names.
+"""
+
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +19,6 @@ from harness.core.paths import ROOT
 
 pytestmark = pytest.mark.untraced
 WORDS = (
-    "--a=embedded:pair=gqa",
     "--sessions=A/A",
     "--workloads=smoke-bs2-in32-out32",
     "--design=pairs",
@@ -25,20 +28,37 @@ WORDS = (
 )
 
 
+SERVERS = {"serve", "sglang.launch_server"}
+"""What a command of one of them has among its words."""
+
+
+@pytest.fixture
+def words(request):
+    """Of the command."""
+    option = request.config.getoption
+    if option("--server") == "embedded":
+        return (f"--a=embedded:pair={option('--server-pair')}", *WORDS)
+    arm = f"sglang:pair={option('--server-pair')},backend={option('--server-backend')}"
+    arm += f",python={option('--server-python')}"
+    if option("--server-args"):
+        arm += f",args={shlex.join(option('--server-args'))}"
+    return (f"--a={arm}", *WORDS)
+
+
 def trials(path):
     return [line for line in read(path) if isinstance(line, Trial)] if path.exists() else []
 
 
 @pytest.mark.usefixtures("recorded")
-def test_a_benchmark_killed_in_a_trial_leaves_nothing_and_goes_on(tmp_path, monkeypatch):
+def test_a_benchmark_killed_in_a_trial_leaves_nothing_and_goes_on(words, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "raise_priority", lambda: None)  # would outlive the test
     out = tmp_path / "bench.jsonl"
-    command = [sys.executable, "-m", "harness", "bench", *WORDS, f"--out={out}"]
+    command = [sys.executable, "-m", "harness", "bench", *words, f"--out={out}"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as running:
         process = psutil.Process(running.pid)
-        eventually(lambda: trials(out), within_s=120)
+        eventually(lambda: trials(out), within_s=400)
         left = process.children(recursive=True)
-        servers = [one for one in left if "serve" in one.cmdline()]
+        servers = [one for one in left if SERVERS & {*one.cmdline()}]
         running.kill()  # its next trial has begun
     assert running.returncode == -signal.SIGKILL
     assert len(servers) >= 2
@@ -47,7 +67,7 @@ def test_a_benchmark_killed_in_a_trial_leaves_nothing_and_goes_on(tmp_path, monk
     kept = list(read(out))
     assert [type(line) for line in kept[:2]] == [Session, Trial]
     assert len(kept) == 2
-    assert bench.main([*WORDS, f"--out={out}", "--resume"]) == 1  # a control alone is no verdict
+    assert bench.main([*words, f"--out={out}", "--resume"]) == 1  # a control alone is no verdict
     lines = list(read(out))
     assert lines[: len(kept)] == kept
     done = {(line.block, line.place) for line in trials(out) if not line.invalid}
