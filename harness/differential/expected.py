@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 
@@ -58,9 +59,10 @@ class Expected:
         )
 
 
-@dataclass(frozen=True)
-class DenseProblem:
+class DenseProblem(NamedTuple):
     """What the oracle is asked; equal to a problem of the very same tensors.
+
+    A tuple asks first whether its elements are the same; a dataclass no longer does in Python 3.13.
 
     Args:
         case, weights, history, new_tokens, hidden_in: as in ``TrialInputs`` and ``BatchInputs``.
@@ -127,7 +129,7 @@ def expect(
 # Kernels over an FP8 cache round in two ways; otherwise every trial of a row asks the same.
 @lru_cache(maxsize=2)
 def _expected(problem: DenseProblem) -> Expected:
-    problem = replace(problem, weights=problem.weights.to(problem.device))
+    problem = problem._replace(weights=problem.weights.to(problem.device))
     case = problem.case
     plain = rounded = [_rows(problem, i) for i in range(case.bs)]
     if problem.rounds_query:

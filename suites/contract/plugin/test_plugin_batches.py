@@ -98,7 +98,7 @@ def layer(**changes: Any) -> Any:
 def test_a_layer_without_scales_has_scales_of_one() -> None:
     sinks = torch.zeros(8)
     own = our_layer(layer(), sinks)
-    assert own == RadixAttention(3, 8, 2, 64, 64, 0.125, sinks=sinks)
+    assert vars(own) == vars(RadixAttention(3, 8, 2, 64, 64, 0.125, sinks=sinks))
     scaled = our_layer(layer(k_scale_float=0.5, v_scale_float=2.0), None)
     assert (scaled.k_scale, scaled.v_scale) == (0.5, 2.0)
 
