@@ -21,6 +21,7 @@ from ci.carried import MOST_BYTES, SUFFIX, pack, sign, signature_of
 from ci.child import carried_out
 from ci.offline import checkout_metadata
 from ci.offline.bundle import PYTHONS_FOLDER, RELEASES_FOLDER, specification
+from harness.core.archives import extract
 from harness.core.paths import ROOT
 from harness.errors import UsageError, rejected
 from harness.upstream.released_wheel import FOLDER as RELEASES
@@ -179,9 +180,7 @@ def unpack(bundle: Path, cache: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         unfinished = Path(folder, "site")
         with tarfile.open(fileobj=BytesIO(packed), mode="r:xz") as tar:
-            if hasattr(tarfile, "data_filter"):  # Python 3.11.4; the digest vouches for the parts
-                tar.extraction_filter = tarfile.data_filter
-            tar.extractall(unfinished)
+            extract(tar, unfinished)
         try:
             unfinished.rename(site)
         except OSError:

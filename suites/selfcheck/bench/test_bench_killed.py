@@ -13,6 +13,7 @@ import pytest
 
 from fixtures import bench
 from fixtures.pytest_plugin.poll import eventually
+from fixtures.pytest_plugin.servers import FIRST_S
 from harness.bench.jsonl import read
 from harness.bench.session_records import Session, Trial
 from harness.core.paths import ROOT
@@ -45,18 +46,26 @@ def words(request):
     return (f"--a={arm}", *WORDS)
 
 
+@pytest.fixture
+def patience_s(request):
+    """Until a trial has ended; a real server compiles its kernels before."""
+    return 120 + (0 if request.config.getoption("--server") == "embedded" else FIRST_S)
+
+
 def trials(path):
     return [line for line in read(path) if isinstance(line, Trial)] if path.exists() else []
 
 
 @pytest.mark.usefixtures("recorded")
-def test_a_benchmark_killed_in_a_trial_leaves_nothing_and_goes_on(words, tmp_path, monkeypatch):
+def test_a_benchmark_killed_in_a_trial_leaves_nothing_and_goes_on(
+    words, patience_s, tmp_path, monkeypatch
+):
     monkeypatch.setattr(bench, "raise_priority", lambda: None)  # would outlive the test
     out = tmp_path / "bench.jsonl"
     command = [sys.executable, "-m", "harness", "bench", *words, f"--out={out}"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as running:
         process = psutil.Process(running.pid)
-        eventually(lambda: trials(out), within_s=400)
+        eventually(lambda: trials(out), within_s=patience_s)
         left = process.children(recursive=True)
         servers = [one for one in left if SERVERS & {*one.cmdline()}]
         running.kill()  # its next trial has begun
