@@ -64,7 +64,7 @@ def _installed(chosen: Extras, table: Table, root: Path, home: Path) -> Iterator
     elsewhere = f"(cd {at} && bin/specgate --help)"
     yield _tried(chosen, "specgate --help, in another folder", shell, elsewhere)
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    accepted = tuple(extras.kernel_packages(project, table.gpu_extras))
+    accepted = extras.kernel_packages(project, table.gpu_extras)
     report = home / "report.xml"
     at_report = shlex.quote(f"--junitxml={report}")
     collected = _tried(chosen, "pytest --collect-only", shell, f"{python} {COLLECT} {at_report}")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import configparser
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as Xml
 
 Extras = frozenset[str]
@@ -73,14 +74,18 @@ def one_of_each_folder(listed: str) -> list[str]:
     return [*first.values()]
 
 
-def kernel_packages(project: Mapping[str, Mapping[str, list[str]]], gpu: Extras) -> Iterator[str]:
+def kernel_packages(project: Mapping[str, Any], gpu: Extras) -> set[str]:
     """Packages that an environment without a GPU may lack: the GPU extras', and sglang itself.
+
+    What every environment has is none of them, though such an extra bounds its version.
 
     Args:
         project: ``[project]`` of pyproject.toml.
         gpu: the extras that need a GPU.
     """
-    yield "sglang"
-    for extra in sorted(gpu):
-        for line in project["optional-dependencies"][extra]:
-            yield re.split(r"[^\w.-]", line)[0].lower()
+    of_gpu = [line for extra in gpu for line in project["optional-dependencies"][extra]]
+    return {"sglang", *_names(of_gpu)} - _names(project["dependencies"])
+
+
+def _names(requirements: Iterable[str]) -> set[str]:
+    return {re.split(r"[^\w.-]", line)[0].lower() for line in requirements}

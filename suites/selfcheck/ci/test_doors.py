@@ -246,15 +246,17 @@ def test_a_skip_for_want_of_a_package_is_told_but_for_a_gpu_s(tmp_path: Path) ->
     reasons = (
         "could not import 'altair': No module named 'altair'",
         "hypothesis is not installed",
+        "No module named 'numpy'",
         "flashinfer-python is not installed: pip install it",
         "needs --device cuda",
     )
     cases = "".join(f'<testcase><skipped message="{reason}"/></testcase>' for reason in reasons)
     report = tmp_path / "report.xml"
     report.write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
-    project = {"optional-dependencies": {"gpu": ["flashinfer-python==0.6.12"]}}
+    of_gpu = {"gpu": ["flashinfer-python==0.6.12", "numpy<2.4"]}
+    project = {"dependencies": ["numpy>=2"], "optional-dependencies": of_gpu}
     accepted = extras.kernel_packages(project, frozenset({"gpu"}))
-    assert extras.lacking(report, tuple(accepted)) == list(reasons[:2])
+    assert extras.lacking(report, accepted) == list(reasons[:3])
 
 
 def test_one_test_of_each_folder_is_the_first() -> None:
