@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from fixtures.drivers.kernel_calls import CONTEXT, DECODE, MLA, MLA_CONTEXT, ROWS, row_id
+from fixtures.drivers.kernel_calls import (
+    CONTEXT,
+    DECODE,
+    MLA,
+    MLA_CONTEXT,
+    ROWS,
+    assert_answers,
+    row_id,
+)
 from fixtures.fakes.fake_kernels import MODULES
 from harness.core.capability import REFERENCE
 from harness.core.case import KVDtype
@@ -41,11 +49,8 @@ def test_a_result_that_needs_no_scale_and_no_cast_costs_no_launch() -> None:
 
 def assert_agrees(kernel: CheckedKernel, shape: Shape, seed: int = 0) -> None:
     call = draw(shape, seed=seed)
-    obtained = call.on(kernel)
     reference = TorchPaged(replace(REFERENCE, casts_query_to_kv_dtype=shape.fp8_query))
-    expected = call.on(reference, out_dtype=torch.float32)
-    assert obtained.dtype == call.arguments.out_dtype
-    torch.testing.assert_close(obtained.float(), expected, rtol=2e-2, atol=1e-2)
+    assert_answers(call.on(kernel), call, reference)
 
 
 @pytest.mark.parametrize(("kind", "shape"), ROWS, ids=row_id)
@@ -57,8 +62,7 @@ def test_every_entry_agrees_with_the_reference(kind, shape: Shape) -> None:
 
 
 def assert_is_the_references(obtained: torch.Tensor, call: RandomCall, **changes: Any) -> None:
-    expected = call.on(TorchPaged(REFERENCE), **changes, out_dtype=torch.float32)
-    torch.testing.assert_close(obtained.float(), expected, rtol=2e-2, atol=1e-2)
+    assert_answers(obtained, call, TorchPaged(REFERENCE), **changes)
 
 
 def backwards(

@@ -159,7 +159,8 @@ def test_workspaces_are_zeroed_once_and_shared_by_a_family(monkeypatch: pytest.M
     assert workspace.workspace("xqa", cpu) is xqa
     assert xqa.buffer.data_ptr() != prefill.buffer.data_ptr()
     other = workspace.workspace("prefill", torch.device("cpu", 0))
-    assert other.buffer.data_ptr() != prefill.buffer.data_ptr()
+    told = "each device has a workspace of its own"
+    assert other.buffer.data_ptr() != prefill.buffer.data_ptr(), told
     assert other.name == "prefill on cpu:0"
     assert xqa.semaphores.numel() == 8 << 20
     assert xqa.scratch.data_ptr() == xqa.buffer.data_ptr() + (8 << 20)
@@ -178,8 +179,9 @@ def test_workspaces_are_zeroed_once_and_shared_by_a_family(monkeypatch: pytest.M
 def test_a_kernel_that_splits_keys_has_the_scratch_that_flashinfer_advises(family: str) -> None:
     # docs.flashinfer.ai, trtllm_batch_decode_with_kv_cache: workspace_buffer of 128 MB.
     made = workspace.workspace(family, torch.device("cpu"))
-    assert made.buffer.numel() >= 128 << 20
-    assert made.semaphores.numel() == 8 << 20
+    assert made.buffer.numel() >= 128 << 20, "a workspace has 128 MB"
+    told = "semaphores, which must stay zero, are the first 8 MB"
+    assert made.semaphores.numel() == 8 << 20, told
 
 
 def test_a_workspace_is_not_made_during_capture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,11 @@ def test_a_plan_that_a_graph_reads_is_filled_in_every_layer(captures: list[bool]
     layer = call(4, 1, forward=forward)
     for _ in range(2):
         prefill(layer)
+        assert Plan.made[0] in prefill._captured, (
+            "the plan that a capture ran is kept for the graph"
+        )
         # A replay writes the plan's buffers, and nobody here is told.
         prefill._captured[Plan.made[0]].lens = [9, 9]
-    assert rows_of(prefill(layer)) == [4, 4, 4, 4, 1]
-    assert FILLS == [[4, 1]] * 3
+    told = "a query's row is gathered from its request's rows of the plan"
+    assert rows_of(prefill(layer)) == [4, 4, 4, 4, 1], told
+    assert FILLS == [[4, 1]] * 3, "a layer fills the plan again that a replay may have written"

@@ -53,12 +53,15 @@ def test_calls_of_a_ragged_batch(
             forward=object(),
         ),
     )
-    # What a kernel keeps for the layers of a forward depends on the keys: no two calls share it.
+    told = "a kernel keeps its schedule for the keys of one call: no two calls share a forward"
     shared = [call.forward for call in asked if call.forward is not None]
-    assert len({*map(id, shared)}) == len(shared) <= len(asked)
-    assert [call.q_len_per_req for call in asked] == widths
-    expected = [
-        [n + 1.0, history + i + 1.0] for n, i in enumerate(i for k in lens for i in range(k))
-    ]
-    # The last row is padding.
-    assert out[:, 0].tolist() == [*expected, [0.0, 0.0]]
+    assert len({*map(id, shared)}) == len(shared) <= len(asked), told
+    assert [call.q_len_per_req for call in asked] == widths, "calls are as few as the bound allows"
+    assert all(int(call.seq_lens.min()) > 0 for call in asked), (
+        "a request without queries has a key"
+    )
+    own, sees = out[:tokens, 0].T.tolist()
+    assert own == [*range(1, tokens + 1)], "each query's result lies in its own row"
+    due = [history + i + 1 for queries in lens for i in range(queries)]
+    assert sees == due, "a query sees the keys of its request up to its own"
+    assert not out[tokens:].any(), "rows after the last query are zero"

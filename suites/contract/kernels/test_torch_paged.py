@@ -42,7 +42,9 @@ def test_decode_equals_dense(kernel: TorchPaged, window_left: int, has_sinks: bo
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]) if has_sinks else None
     how: dict[str, Any] = {"window_left": window_left, "sinks": sinks}
     obtained = kernel.decode(uniform(q, pool, **how))
-    torch.testing.assert_close(obtained, expected(q, pool, (3, 3), **how))
+    told = f"a query sees its own key and window_left = {window_left} before it, -1 for all"
+    due = expected(q, pool, (3, 3), **how)
+    torch.testing.assert_close(obtained, due, msg=lambda more: f"{told}\n{more}")
     assert kernel.calls == ["decode"]
 
 
@@ -70,8 +72,10 @@ def test_both_mla_entries_equal_dense(kernel: TorchPaged, q_lens: tuple[int, int
     obtained = [kernel.mla_context(ragged(q, pool, q_lens, bmm2_scale=2.0))]
     if q_lens[0] == q_lens[1]:
         obtained.append(kernel.mla_decode(uniform(q, pool, bmm2_scale=2.0)))
+    told = "an MLA value is the first kv_lora_rank columns of the latent, times bmm2_scale"
     for each in obtained:
-        torch.testing.assert_close(each, torch.cat(wanted).float())
+        due = torch.cat(wanted).float()
+        torch.testing.assert_close(each, due, msg=lambda more: f"{told}\n{more}")
 
 
 def test_scales_and_output_dtype(kernel: TorchPaged) -> None:
