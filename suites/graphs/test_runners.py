@@ -58,7 +58,12 @@ def test_capture_follows_the_contract_and_takes_the_largest_bucket_first() -> No
     expected = ["state 4 12"]
     for bucket in (4, 2, 1):
         expected += [f"capture {bucket}", f"in graph {bucket}", *one, f"in graph {bucket}"]
-    assert runner.attn_backend.log == expected
+    log = runner.attn_backend.log
+    rule = "on_after_cuda_graph_warmup is called once per graph, after its warm-up"
+    assert log.count("warm") == 3, rule
+    rule = "a graph's warm-up and its capture each run init_forward_metadata_in_graph"
+    assert [log.count(f"in graph {bucket}") for bucket in (4, 2, 1)] == [2, 2, 2], rule
+    assert log == expected
     assert sorted(runner.graphs) == sorted(runner.captured_outputs) == [1, 2, 4]
 
 

@@ -148,7 +148,8 @@ def test_v2_keeps_uniform_rows_and_computes_no_topk() -> None:
     assert output.next_token_logits[:, 3].tolist() == [19] * 5 + [16] * 5 + [18] * 5
     assert torch.equal(output.hidden_states, batch.spec_info.hidden_states + 1)
     assert runner.buffers["num_accept_tokens"].tolist() == [1, 3, 2, WIDTH]
-    assert runner.buffers["seq_lens"].tolist() == [19, 16, 18, WIDTH]
+    seq_lens = runner.buffers["seq_lens"].tolist()
+    assert seq_lens == [19, 16, 18, WIDTH], "a padded request has as many keys as it has query rows"
     assert "extend_seq_lens" not in runner.buffers
     check_padding(runner, batch)
     assert not [name for name in runner.graphs[4].operations if "topk" in name or "softmax" in name]

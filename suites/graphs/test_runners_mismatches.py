@@ -87,7 +87,10 @@ def masked(mask: torch.Tensor | None) -> EagleVerifyInput:
 
 def seen(runner: TargetVerifyRunner, mask: torch.Tensor | None) -> list[float]:
     batch = toy_batch(VERIFY, [5, 9], [3, 3], spec_info=masked(mask))
-    return runner.replay(batch).next_token_logits[:, 5].tolist()
+    logits = runner.replay(batch).next_token_logits
+    ids = batch.input_ids.tolist()
+    assert logits[:, 0].tolist() == ids, "a replay computes the draft tokens of its own batch"
+    return logits[:, 5].tolist()
 
 
 def test_a_mask_is_copied_into_the_backends_buffer_and_padded_with_true() -> None:
@@ -121,6 +124,8 @@ def test_a_mask_longer_than_its_buffer_does_not_fit() -> None:
 def test_run_wants_its_own_prepare() -> None:
     runner = make()
     batch = verify(5, 9, 7)
+    late = [field.name for field in runner.fields() if field.filled_after_draft]
+    assert late == ["input_ids"], "run copies the draft tokens; prepare comes before they are known"
     with pytest.raises(ContractError, match="run follows prepare"):
         runner.run(batch)
     runner.prepare(verify(1, 2))

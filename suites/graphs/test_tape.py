@@ -186,7 +186,7 @@ def test_a_tape_is_captured_once_and_before_its_replay() -> None:
         tape.capture(lambda: torch.zeros(1))
 
 
-def test_a_violation_names_the_operation_and_the_line_and_leaves_the_tape_empty() -> None:
+def test_a_read_on_the_host_is_refused_by_operation_and_line_and_leaves_the_tape_empty() -> None:
     x, tape = torch.tensor([3]), Tape()
 
     def run() -> int:

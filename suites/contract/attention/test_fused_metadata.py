@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,25 @@ NAMES = (
     "swa_out_cache_loc", "pad_rows", "unpad_rows",
 )  # fmt: skip
 
+RULES = {
+    "cache_seqlens": "a request has seq_lens and the phase's new keys, and with padded queries "
+    "seq_lens - query_lens + max_q_len",
+    "cu_seqlens_q": "the running sum of query lengths, from 0",
+    "cu_seqlens_k": "the running sum of cache_seqlens, from 0",
+    "page_table": "a request has ceil(keys / page_size) pages of req_to_token, then zeros",
+    "swa_page_table": "full_to_swa_index_mapping[page * page_size] // page_size of each live page, "
+    "then zeros",
+    "swa_out_cache_loc": "full_to_swa_index_mapping of each phase's own out_cache_loc",
+    "pad_rows": "a padded query repeats the last query row of its request",
+    "unpad_rows": "a query row is found at its place among the padded rows of its request",
+}
+
+
+def check_rows(buffers: MetadataBuffers, wanted: dict[str, list[Any]]) -> None:
+    """Each buffer begins with these rows."""
+    for name, rows in wanted.items():
+        assert leading(getattr(buffers, name), rows) == rows, f"{name}: {RULES[name]}"
+
 
 class Scene:
     """A request table, and a writer of it by torch and one by Triton, each with buffers."""
@@ -76,8 +96,7 @@ class Scene:
         for writer, buffers in zip(self.writers, self.buffers, strict=True):
             fill(writer, buffers, self.kind, asked)
             wanted = expected(self.kind, asked, writer, self.table, self.mapping)
-            for name, rows in wanted.items():
-                assert leading(getattr(buffers, name), rows) == rows, name
+            check_rows(buffers, wanted)
         by_torch, fused = self.buffers
         for name in NAMES:
             one, other = getattr(by_torch, name), getattr(fused, name)
@@ -116,8 +135,7 @@ def test_inputs_may_have_any_stride(
     (geometry,) = scene.kind.geometries(3, sum(asked.queries))
     writer.fill([buffers.slice(geometry)], replace(packed, **apart), table=True)
     wanted = expected(scene.kind, asked, writer, scene.table, scene.mapping)
-    for name, rows in wanted.items():
-        assert leading(getattr(buffers, name), rows) == rows, name
+    check_rows(buffers, wanted)
 
 
 @pytest.mark.parametrize("kind", ["multi_step_draft", "draft_extend_v1-padded"])
@@ -238,8 +256,7 @@ def test_strided_inputs_are_read_by_their_strides(device: torch.device) -> None:
     phases = [scene.buffers[1].slice(geometry) for geometry in scene.kind.geometries(3, 0)]
     scene.writers[1].fill(phases, strided)
     wanted = expected(scene.kind, asked, scene.writers[1], scene.table, [])
-    for name, rows in wanted.items():
-        assert leading(getattr(scene.buffers[1], name), rows) == rows, name
+    check_rows(scene.buffers[1], wanted)
 
 
 def far_table(stride: int, rows: int, columns: int, device: torch.device) -> torch.Tensor:
@@ -289,8 +306,7 @@ def test_a_captured_fill_is_one_launch_that_follows_every_batch(
         inputs.seq_lens.copy_(torch.tensor(asked.lens))
         graph.replay()
         wanted = expected(scene.kind, asked, writer, scene.table, [])
-        for name, rows in wanted.items():
-            assert leading(getattr(buffers, name), rows) == rows, name
+        check_rows(buffers, wanted)
     with observe(cuda) as effects:
         planning()
     assert effects.operations == {"fill_metadata": 1}

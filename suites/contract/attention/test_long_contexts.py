@@ -66,6 +66,11 @@ class Taken(CheckedKernel):
         return call.q.new_zeros(*call.q.shape[:2], call.value_dim)
 
 
+def refuse_write(*_: object, **__: object) -> None:
+    """In the place of a pool's writes."""
+    pytest.fail("with save_kv_cache=False a backend writes no keys: its caller has saved them")
+
+
 class Requests:
     """A table in which each page of each request lies anywhere, and arguments of its backends."""
 
@@ -80,6 +85,8 @@ class Requests:
         self.table.req_to_token.copy_(slots.flatten(1))
         self.rows = tuple(random.sample(range(1, rows + 1), rows))
         self.pool, self.kernel = make_pool(), Taken()
+        for write in ("set_kv_buffer", "set_mla_kv_buffer"):
+            setattr(self.pool, write, refuse_write)
         self.arguments: dict[str, Any] = {
             "kernel": self.kernel,
             "req_to_token_pool": self.table,
@@ -94,7 +101,8 @@ class Requests:
 
     def attend(self, backend: PagedBackend, batch: ForwardBatch, tokens: int) -> AttentionCall:
         layer, heads = self.layer, (tokens, self.layer.tp_q_head_num)
-        latent = {"q_rope": torch.zeros(*heads, layer.head_dim - layer.v_head_dim), "k_rope": 0}
+        rope = torch.zeros(*heads, layer.head_dim - layer.v_head_dim)
+        latent = {"q_rope": rope, "k_rope": rope}
         is_mla = isinstance(backend, TRTLLMMLABackend)
         q = torch.zeros(*heads, layer.v_head_dim if is_mla else layer.head_dim)
         carried: dict[str, Any] = latent if is_mla else {}
@@ -147,6 +155,9 @@ def test_lengths_pages_and_queries(
     batch = requests.batch(mode, seq_lens, tokens, **carried)
     backend = kind(**requests.arguments)
     plan(backend, batch, tokens, is_graph)
+    if kind is TRTLLMMLABackend and mode.is_draft_extend():
+        after = set(backend.forward_metadata.unpad_rows[sum(new) :].tolist())
+        assert after <= {bs * WIDTH}, "rows after the last query take the zero row, no request's"
     call = requests.attend(backend, batch, tokens)
     if kind is TRTLLMMLABackend and mode.is_draft_extend():
         # Its kernel has as many queries for each request: those after a request's own see more.

@@ -206,10 +206,18 @@ def test_buckets_of_a_phase_share_storage_and_phases_do_not() -> None:
     graphs.planner.init_cuda_graph_state(2, 8)
     one = graphs.out_graph(verify, 1, in_capture=True)
     assert one.page_table.data_ptr() == two.page_table.data_ptr()
-    # A phase that is captured after a smaller runner's has the room that the larger one asked for.
-    extend = ForwardMode.DRAFT_EXTEND_V2
+
+
+def test_a_phase_captured_after_a_smaller_runner_has_the_room_of_the_larger_one() -> None:
+    graphs, extend = CapturedPlans(), ForwardMode.DRAFT_EXTEND_V2
+    graphs.planner.init_cuda_graph_state(2, 8)
     late = graphs.out_graph(extend, 4, in_capture=True, spec_info=accepted(1, 4, 2, 1))
     assert late.page_table.shape[0] == 4
+
+
+def test_a_larger_runner_gets_larger_buffers_and_earlier_graphs_keep_theirs() -> None:
+    graphs, verify = CapturedPlans(), ForwardMode.TARGET_VERIFY
+    four = graphs.out_graph(verify, 4, in_capture=True)
     graphs.planner.init_cuda_graph_state(8, 32)
     assert graphs.out_graph(verify, 4) is four
     five = graphs.out_graph(verify, 5, in_capture=True)

@@ -59,21 +59,55 @@ def test_what_eager_planning_refuses(
         plan(toy_backend(), mode, [9, 8], 6, **carried)
 
 
+# The graph that is captured: mode, requests, what its batch carries.
+CAPTURE_ERRORS: dict[str, tuple[ForwardMode, int, dict[str, Any], type[Exception], str]] = {
+    "more_requests_than_its_buffers_hold": (
+        ForwardMode.TARGET_VERIFY,
+        5,
+        {},
+        CapacityError,
+        r"bs = 5 .* <= 4",
+    ),
+    "more_tokens_than_its_buffers_hold": (
+        V1,
+        1,
+        {"tokens": 17, "spec_info": accepted(1)},
+        CapacityError,
+        r"num_tokens = 17 .* <= 16",
+    ),
+    "requests_of_unequal_query_rows": (
+        V1,
+        2,
+        {"tokens": 5, "spec_info": accepted(1, 1)},
+        ContractError,
+        r"num_tokens = 5 .* multiple of bs = 2",
+    ),
+    "no_query_rows": (
+        V2,
+        2,
+        {"spec_info": accepted(0, 0)},
+        ContractError,
+        r"num_tokens_per_req = 0",
+    ),
+    "prefill": (ForwardMode.EXTEND, 1, EXTEND_LENS, ContractError, "captured mode = 'EXTEND'"),
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "bs", "carried", "error", "text"), CAPTURE_ERRORS.values(), ids=CAPTURE_ERRORS
+)
+def test_what_a_capture_refuses(
+    mode: ForwardMode, bs: int, carried: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        CapturedPlans().out_graph(mode, bs, in_capture=True, **carried)
+
+
 def test_what_captured_planning_refuses() -> None:
     graphs, verify = CapturedPlans(), ForwardMode.TARGET_VERIFY
-    with pytest.raises(CapacityError, match=r"bs = 5 .* <= 4"):
-        graphs.out_graph(verify, 5, in_capture=True)
-    with pytest.raises(CapacityError, match=r"num_tokens = 17 .* <= 16"):
-        graphs.out_graph(V1, 1, in_capture=True, tokens=17, spec_info=accepted(1))
-    with pytest.raises(ContractError, match=r"num_tokens = 5 .* multiple of bs = 2"):
-        graphs.out_graph(V1, 2, in_capture=True, tokens=5, spec_info=accepted(1, 1))
-    with pytest.raises(ContractError, match=r"num_tokens_per_req = 0"):
-        graphs.out_graph(V2, 2, in_capture=True, spec_info=accepted(0, 0))
     graphs.out_graph(verify, 2, in_capture=True)
     with pytest.raises(CapacityError, match=r"bs = 3 .* captured TARGET_VERIFY buckets \[2\]"):
         graphs.out_graph(verify, 3)
-    with pytest.raises(ContractError, match="captured mode = 'EXTEND'"):
-        graphs.out_graph(ForwardMode.EXTEND, 1, in_capture=True, **EXTEND_LENS)
     unallocated = toy_backend()
     batch = batch_for(unallocated, verify, [9], 3)
     with pytest.raises(ContractError, match="call init_cuda_graph_state first"):

@@ -81,12 +81,15 @@ def test_the_pool_of_a_layer_follows_from_its_id_and_not_from_its_window(
     pool, mapping = scene.pool.full_pool, torch.arange(len(scene.pool.full_to_swa_index_mapping))
     if layer_id == 1:
         pool, mapping = scene.pool.swa_pool, scene.pool.full_to_swa_index_mapping
-    assert torch.equal(pool.k_buffer[0][mapping[batch.out_cache_loc]], inputs["k"])
+    written = torch.equal(pool.k_buffer[0][mapping[batch.out_cache_loc]], inputs["k"])
+    assert written, "a layer writes to the pool of its id, full or SWA, whatever its window is"
     out = []
     for row, n, part in zip(ROWS, TOTALS, inputs["q"].split(q_lens), strict=True):
         at = mapping[slots(row, 0, n)]
         out.append(dense(part, pool.k_buffer[0][at], pool.v_buffer[0][at], 0.4, window))
-    torch.testing.assert_close(obtained, torch.cat(out).flatten(1).float())
+    rule = "a query sees the sliding_window_size keys before its own, or all where that is -1"
+    expected = torch.cat(out).flatten(1).float()
+    torch.testing.assert_close(obtained, expected, msg=lambda found: f"{rule}: {found}")
 
 
 def test_values_may_be_narrower_than_keys() -> None:

@@ -105,4 +105,5 @@ def test_a_layer_with_a_window_or_sinks_is_refused(changes: dict[str, Any], text
     before = scene.pool.kv_buffer[0].clone()
     with pytest.raises(ContractError, match=text):
         scene.run(batch, inputs, mla_layer(**changes))
-    assert torch.equal(scene.pool.kv_buffer[0], before)
+    untouched = torch.equal(scene.pool.kv_buffer[0], before)
+    assert untouched, "a layer is refused before its latents are written to the MLA cache"

@@ -113,7 +113,8 @@ def test_captured_steps_read_one_table_as_far_as_the_last_sees(kind: Any) -> Non
     multi_step.init_cuda_graph_state(2, 2)
     multi_step.init_forward_metadata_out_graph(batch, in_capture=True)
     again = multi_step.attn_backends[0].forward_metadata
-    assert again.page_table.data_ptr() == planned[0].page_table.data_ptr()
+    stays = again.page_table.data_ptr() == planned[0].page_table.data_ptr()
+    assert stays, "init_cuda_graph_state of a smaller runner keeps the buffers of captured graphs"
     multi_step.init_cuda_graph_state(8, 8)
     multi_step.init_forward_metadata_out_graph(batch, in_capture=True)
     again = multi_step.attn_backends[0].forward_metadata
@@ -188,7 +189,9 @@ def test_arguments_out_of_range(kind: Any, changes: dict[str, int], text: str) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_its_steps_serve_drafts_only(kind: Any) -> None:
-    assert [step.skip_prefill for step in backend(kind).attn_backends] == [True] * (STEPS - 1)
+    steps = backend(kind).attn_backends
+    assert len(steps) == STEPS - 1, "a draft has speculative_num_steps - 1 forwards, each a backend"
+    assert [step.skip_prefill for step in steps] == [True] * (STEPS - 1)
 
 
 def test_one_write_location_per_step_and_request() -> None:

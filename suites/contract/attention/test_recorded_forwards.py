@@ -133,4 +133,5 @@ def test_a_phase_of_a_round_begins_a_forward_of_each_of_its_backends(mode: Forwa
         forwards += [backend._forward for backend in backends]
         trio.fill(mode, [9, 4])
     forwards += [backend._forward for backend in backends]
-    assert len({*map(id, forwards)}) == 3 * len(backends)
+    rule = "each fill of metadata begins a forward: a kernel keeps no slots or lengths of an older"
+    assert len({*map(id, forwards)}) == 3 * len(backends), rule

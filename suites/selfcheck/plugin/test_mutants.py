@@ -178,6 +178,8 @@ def test_a_seam_of_each_kind_is_planted_and_undone(
     ("row", "said"),
     [
         (seam("twice", "lambda original:"), r"mutant a: replacement = 'lambda original:'"),
+        (seam("twice", "lambda original: 1"), r"function of the original and of \(x\)"),
+        (seam("Toy.grown", "lambda original, self: 1"), r"of the original and of \(self, by=1\)"),
         (seam("thrice", "1"), r"seam = 'harness\.toy\.thrice' .* not 0 times"),
         (seam("Toy.wide", "1"), r"seam = 'harness\.toy\.Toy\.wide' .* not 2 times"),
         (seam("Toy", "1"), r"seam = 'harness\.toy\.Toy' .* not 0 times"),
