@@ -179,8 +179,9 @@ def test_a_killed_engine_is_named_and_started_again(fresh_server):
         thread.join()
     assert statuses == [503]
     assert len(failures) == 3
-    assert all("503" in f and "the engine's process ended with -9" in f for f in failures)
-    assert not served.client.health()
+    said = f"every client of a dead engine is answered 503 and told of its end: {failures}"
+    assert all("503" in f and "the engine's process ended with -9" in f for f in failures), said
+    assert not served.client.health(), "/health is not 200 after the engine's process has ended"
     assert requests.get(f"{served.url}/v1/models", timeout=5).status_code == 503
     eventually(served.client.health, within_s=30)
     assert served.client.server_info()["restarts"] == 1

@@ -74,7 +74,8 @@ def test_other_pairs_and_versions(fresh_server: FreshServer, pair: str, spec: st
         expected = load_prompt(pair, index)
         assert answer.output_ids == expected.token_ids
         rounds = 0 if spec == "none" else len(expected.accept_lengths)
-        assert answer.spec_verify_ct == rounds
+        said = "spec_verify_ct of meta_info counts the verifies of the request"
+        assert answer.spec_verify_ct == rounds, said
     settled(served)
 
 
@@ -86,7 +87,9 @@ def test_the_end_token_ends_an_answer(fresh_server: FreshServer, tmp_path: Path)
     served = fresh_server(models=tmp_path)
     answer = served.client.generate(prompt, shipped.NEW, ignore_eos=False)
     stop = expected.token_ids.index(end["eos_token_id"])
-    assert answer.output_ids == expected.token_ids[: stop + 1]
+    due = expected.token_ids[: stop + 1]
+    said = f"an answer has every token up to the end token: {due}, not {answer.output_ids}"
+    assert answer.output_ids == due, said
     assert answer.finish_reason == "stop"
     assert served.client.generate(prompt, shipped.NEW).output_ids == expected.token_ids
     settled(served)
@@ -133,6 +136,7 @@ def test_text_and_batches(server):
 def test_a_flush_is_seen_by_the_next_request(server):
     prompt = text(9, 150)  # longer than a page of any backend
     server.client.generate(prompt, 3)
-    assert server.client.generate(prompt, 3).cached_tokens > 0
+    said = "cached_tokens of meta_info counts the cached tokens of a prompt sent before"
+    assert server.client.generate(prompt, 3).cached_tokens > 0, said
     assert flush(server.url).tries >= 1
     assert server.client.generate(prompt, 3).cached_tokens == 0

@@ -72,9 +72,12 @@ def test_chains_of_any_number_and_width(bs: int, width: int) -> None:
         next((j for j, token in enumerate(c) if token in (7, 9)), width) + 1 for c in choices
     ]
     found = verify_greedy(torch.tensor(chains), logits_for(choices))
-    assert found.accept_lens.tolist() == lengths
+    said = "a chain is accepted up to its first draft token that the target does not predict"
+    assert found.accept_lens.tolist() == lengths, said
     assert max(lengths) == width
-    assert found.bonus.tolist() == [c[n - 1] for c, n in zip(choices, lengths, strict=True)]
+    bonuses = [c[n - 1] for c, n in zip(choices, lengths, strict=True)]
+    said = "the bonus is the target's prediction after the last accepted token"
+    assert found.bonus.tolist() == bonuses, said
     assert found.emitted.sum(1).tolist() == lengths
     assert found.predicted.tolist() == choices
     rows = last_uniform_rows(found.accept_lens, width).tolist()
@@ -136,6 +139,9 @@ def test_the_mask_is_written_in_place_and_nothing_behind_it(
 def test_a_mask_of_exactly_the_buffer_fits() -> None:
     buffer = torch.zeros(2 * (3 + 2), dtype=torch.bool)
     fill_full_mask(buffer, torch.tensor([3]), 2)
+    seen = buffer.view(2, 3 + 2)
+    assert seen[:, :3].all(), "every draft token attends to the whole history"
+    assert seen[:, 3:].diagonal().all(), "every draft token attends to itself"
     assert buffer.tolist() == [True] * 4 + [False] + [True] * 5
 
 

@@ -158,7 +158,8 @@ def test_window_pages_are_mapped_and_unmapped_with_full_ones() -> None:
     assert mapped.tolist() == [16, 17, 18, 19, 12, 13, 14, 15]
     slots.release(lease)
     assert torch.equal(pool.full_to_swa_index_mapping, before)
-    assert (slots.allocator.available_pages, swa.available_pages) == (5, 4)
+    said = "a request that ends gives back its pages and its window pages"
+    assert (slots.allocator.available_pages, swa.available_pages) == (5, 4), said
 
 
 def test_all_window_pages_of_a_long_request_are_unmapped() -> None:

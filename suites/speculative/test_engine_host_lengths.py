@@ -29,7 +29,7 @@ def test_host_lengths_of_target_only_decoding_are_the_devices() -> None:
     toy = toy_engine(needs_cpu=True)
     toy.engine.generate(PROMPTS[:3], 5)
     decodes = toy.trace.of("decode")
-    assert len(decodes) == 4
+    assert len(decodes) == 4, "of max_new_tokens = 5 the prefill emits one and decodes four"
     for batch in decodes:
         assert batch.seq_lens_cpu is not None
         assert batch.seq_lens_cpu.tolist() == batch.seq_lens.tolist()

@@ -37,7 +37,8 @@ def assert_batch(
     for field, values in due.items():
         assert getattr(batch, field).tolist() == values, f"{field} of {mode.name}"
     for field in ("seq_lens", "positions", "out_cache_loc", "req_pool_indices", "input_ids"):
-        assert getattr(batch, field).dtype == torch.int64
+        dtype = getattr(batch, field).dtype
+        assert dtype == torch.int64, f"{field} of {mode.name} is int64, not {dtype}"
 
 
 @BOTH
@@ -122,4 +123,5 @@ def test_draft_extend_v2(number: int) -> None:
         stood, batch.input_ids.view(3, -1), spec.hidden_states.view(3, WIDTH, -1), strict=True
     ):
         assert ids[: s.accepted].tolist() == s.emitted
-        torch.testing.assert_close(hidden[: s.accepted], s.hidden(s.accepted))
+        said = "draft extend v2 is fed the target's hidden states of the same tokens"
+        torch.testing.assert_close(hidden[: s.accepted], s.hidden(s.accepted), msg=said)

@@ -19,6 +19,10 @@ def test_prefill_in_chunks_and_the_draft_one_token_behind(chunk_size: int | None
     toy.trace.clear()
     requests = [toy.engine.submit(prompt, 40) for prompt in PROMPTS[:3]]
     toy.engine.step()
+    for request in requests:
+        said = "a request gets its own first token, whichever chunk its prompt ends in"
+        first = int(TARGET.dense(request.prompt).next_token_logits[-1].argmax())
+        assert request.tokens[len(request.prompt)] == first, said
     size = chunk_size or 12
     targets, drafts = toy.trace.of("target_extend"), toy.trace.of("draft_prefill")
     assert len(targets) == len(drafts) == -(-12 // size)
@@ -34,7 +38,11 @@ def test_prefill_in_chunks_and_the_draft_one_token_behind(chunk_size: int | None
             assert batch.seq_lens_cpu is not None
             assert batch.seq_lens_cpu.tolist() == [span.stop for span in at]
             assert batch.seq_lens_sum == sum(span.stop for span in at)
-            assert batch.extend_seq_lens_cpu == [len(span) for span in at]
+            lens = [len(span) for span in at]
+            assert batch.extend_seq_lens_cpu == lens
+            said = "extend_seq_lens counts the new tokens, not the cached prefix"
+            assert batch.extend_seq_lens is not None
+            assert batch.extend_seq_lens.tolist() == lens, said
             assert batch.req_pool_indices.tolist() == [1 + r for r in live]
         spec = draft.spec_info
         assert isinstance(spec, EagleDraftExtendInput)

@@ -44,6 +44,7 @@ def test_a_request_too_large_for_the_pools_leaves_nothing(
     with pytest.raises(CapacityError, match="pages = "):
         toy.engine.generate([prompt], count)
     assert toy.free == free
+    assert toy.engine.idle, "a request that fails is aborted: it neither waits nor runs"
     assert (
         toy.engine.generate([PROMPTS[1]], 3)[0].token_ids
         == expected_generation(PROMPTS[1], 3, 1, 2).tokens

@@ -26,7 +26,8 @@ def text(prompt: list[int], count: int = NEW) -> list[int]:
 def assert_conserved(generation: Generation) -> None:
     """Prefills and rounds account for every token, and the last round for what was cut."""
     emitted = generation.prefills + sum(generation.accept_lengths)
-    assert emitted - generation.cut == generation.completion_tokens
+    said = "prefills + sum(accept_lengths) - cut is the number of generated tokens"
+    assert emitted - generation.cut == generation.completion_tokens, said
     assert generation.spec_verify_ct == len(generation.accept_lengths)
 
 
@@ -195,9 +196,12 @@ def test_an_aborted_request_leaves_the_others_alone(make: Callable[..., ToyEngin
 
 @pytest.mark.parametrize("count", range(1, 9))
 def test_a_generation_ends_at_the_token_asked_for(count: int) -> None:
-    (generation,) = toy_engine(spec_config(3, 4)).engine.generate(PROMPTS[:1], count)
+    toy = toy_engine(spec_config(3, 4))
+    toy.trace.clear()
+    (generation,) = toy.engine.generate(PROMPTS[:1], count)
     expected = expected_generation(PROMPTS[0], count, 3, 4)
     assert generation.token_ids == expected.tokens
+    assert_draft_is_fed(toy, PROMPTS[0], generation)
     assert generation.accept_lengths == expected.accept_lengths
     assert len(generation.token_ids) == count
     assert_conserved(generation)
@@ -211,6 +215,22 @@ def test_a_generation_ends_at_its_end_token(make: Callable[..., ToyEngine]) -> N
             (generation,) = make().engine.generate([prompt], NEW, eos=eos)
             assert generation.token_ids == whole[: whole.index(eos) + 1]
             assert_conserved(generation)
+
+
+def assert_draft_is_fed(toy: ToyEngine, prompt: list[int], generation: Generation) -> None:
+    """The draft reads what was generated, one token ahead of the target."""
+    tokens = generation.token_ids
+    (prefill,) = toy.trace.of("draft_prefill")
+    *shifted, last = prefill.input_ids.tolist()
+    assert shifted == prompt[1:], "the draft is prefilled with the prompt, shifted by one token"
+    assert last == tokens[0], "the draft's prefill ends with the first token of the target"
+    extends = [batch for batch in toy.trace.of("draft_extend") if batch.batch_size]
+    begin = 1
+    for extend, length in zip(extends, generation.accept_lengths, strict=True):
+        emitted = tokens[begin : begin + length]
+        fed = extend.input_ids.tolist()[: len(emitted)]
+        assert fed == emitted, "draft extend is fed the tokens that the verify has emitted"
+        begin += length
 
 
 def test_tokens_and_rounds_are_counted() -> None:

@@ -149,7 +149,8 @@ def test_a_batch_that_the_mask_does_not_fit_is_verified_without() -> None:
     assert isinstance(spec, EagleVerifyInput)
     assert spec.custom_mask is None
     assert not mask.any()
-    assert [bucket for _, bucket in toy.target.updates] == [None]
+    said = "update_verify_buffers_to_fill_after_draft is called once a round, here without a bucket"
+    assert [bucket for _, bucket in toy.target.updates] == [None], said
 
 
 @pytest.mark.parametrize("width", [0, 1, 5])

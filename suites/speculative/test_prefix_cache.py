@@ -113,7 +113,8 @@ def test_aborted_and_retracted_requests_give_their_pages_back(tiny):
         engine.step()
         balanced(engine)
     assert one.generation.token_ids == list(tiny.expected(LONGER, SPECS["v2"]).token_ids)
-    assert one.generation.cached_tokens == 8
+    said = "cached_tokens of a retracted request are those of its first prefill"
+    assert one.generation.cached_tokens == 8, said
     assert engine.usage.held_rows == engine.usage.held_pages == 0
     engine.flush()
     assert engine.usage.free_pages == engine.usage.total_pages

@@ -80,9 +80,9 @@ def test_any_other_extend_is_waited_for(
     streams = recorded(family, graphs=graphs)
     assert streams.hazards() == []
     # An eager forward, whatever its backend, reads what it has planned; nobody tells the scheduler.
-    assert (
-        any(TABLE in operation.reads for operation in operations(streams, "draft extend")) is graphs
-    )
+    reads = any(TABLE in operation.reads for operation in operations(streams, "draft extend"))
+    said = "a draft extend reads req_to_token while it runs exactly where its graph is replayed"
+    assert reads is graphs, said
     assert waited_for(streams) == {"plan prefill", "draft extend", "prefill"}
 
 
@@ -93,7 +93,10 @@ def test_reads_that_end_later_than_told_are_a_race(
     """As SGLang's draft extend told from 0.5.16 to 0.5.20, whose graph reads the table."""
     monkeypatch.setattr(backend_of(family), "shares_rounds", False)
     monkeypatch.setattr(PagedBackend, "shared_read_ends", lambda *_: SharedReadEnds.PRE_REPLAY)
-    found = recorded(family).hazards()
+    streams = recorded(family)
+    said = "the scheduler does not wait for a draft extend whose reads end before its replay"
+    assert "draft extend" not in waited_for(streams), said
+    found = streams.hazards()
     assert set(found) == {Hazard("WAR", "draft extend", "reserve", TABLE)}
 
 
@@ -110,6 +113,7 @@ def test_a_prefill_that_reads_while_it_runs_is_a_race(
 
     monkeypatch.setattr(kind, "forward_extend", late)
     found = recorded(family, graphs=False).hazards()
+    assert found, "the scheduler does not wait for a prefill that tells of no reads while it runs"
     assert set(found) == {Hazard("WAR", "prefill", "reserve", TABLE)}
 
 
@@ -155,6 +159,8 @@ def test_forwards_that_run_ahead_of_the_scheduler_are_reported() -> None:
         "verify",
         "plan draft extend",
     )
+    others = sorted(str(hazard) for hazard in raws if hazard.resource != TABLE)
+    assert not others, f"a plan waits until its batch is laid out: {others}"
     assert raws == {Hazard("RAW", "reserve", name, TABLE) for name in readers}
 
 

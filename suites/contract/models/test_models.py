@@ -50,6 +50,7 @@ def test_target_and_draft_equal_the_oracle(family, changes):
     pair = build_pair(target, draft, torch.float32)
     judge, plain = Decoder(*target), Decoder(*target, dtype=torch.float32)
 
+    assert_parts(target, draft)
     logits, hidden = run(pair.target, TEXT)
     assert_equal_to((hidden, logits), judge.forward(TEXT), plain.forward(TEXT))
 
@@ -68,10 +69,73 @@ def test_an_eagle_draft_norms_before_attention_from_its_second_layer_on():
     assert names == ["layers.1.input_layernorm.weight"]
     pair = build_pair(target, draft, torch.float32)
     judge, plain = Decoder(*target), Decoder(*target, dtype=torch.float32)
+    assert_parts(target, draft)
     _, hidden = run(pair.target, TEXT[:-1])
     logits, out = run(pair.draft, TEXT[1:], hidden)
     expected = Draft(*draft, judge).forward(TEXT[1:], hidden)
     assert_equal_to((out, logits), expected, Draft(*draft, plain).forward(TEXT[1:], hidden))
+
+
+INPUT_WEIGHTS = ("fc.weight", "eh_proj.weight")
+ADDED_WEIGHTS = {
+    "fc.bias": "an EAGLE draft adds the bias of its fc",
+    "mlp.shared_experts.down_proj.weight": "shared experts are added to the routed ones",
+}
+"""Weights without which a draft's output is another, where its checkpoint has them."""
+
+
+def assert_parts(target, draft):
+    """Parts of a pair one by one, before its outputs are compared as a whole."""
+    raw, weights = target
+    pair = build_pair(target, draft, torch.float32)
+    attention = dense.Chains(1)
+    logits = dense.forward(pair.target, attention, TEXT[None]).next_token_logits[0]
+    _, hidden = run(pair.target, TEXT)
+    tied = raw["tie_word_embeddings"]
+    head = weights["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    said = f"with tie_word_embeddings = {tied} logits are predicted by the model's own head"
+    torch.testing.assert_close(logits, hidden @ head.T, rtol=0, atol=1e-4, msg=said)
+    if "kv_lora_rank" in raw:
+        assert_latent(raw, weights, pair.target, attention)
+
+    def drafted(zeroed, fed, columns=slice(None)):
+        """Hidden states of the draft with some weights, or some columns of them, set to zero."""
+        own = {name: weight.clone() for name, weight in draft[1].items()}
+        for name in own:
+            if name.endswith(zeroed):
+                own[name][..., columns] = 0
+        changed = build_pair(target, (draft[0], own), torch.float32).draft
+        return run(changed, TEXT[1:], fed)[1]
+
+    fed = hidden[:-1]
+    out = drafted((), fed)
+    of_hidden = slice(len(fed[0]), None)
+    alike = [drafted(INPUT_WEIGHTS, each, of_hidden) for each in (fed, -fed)]
+    said = "a draft joins the token's embedding, first, and the hidden state of the token before"
+    assert torch.equal(*alike), said
+    for name, rule in ADDED_WEIGHTS.items():
+        if any(own.endswith(name) for own in draft[1]):
+            assert not torch.equal(drafted(name, fed), out), rule
+    for name, weight in draft[1].items():
+        if name.endswith("shared_head.norm.weight"):
+            assert_normed(out, weight, "a NextN draft predicts from states after shared_head.norm")
+
+
+def assert_latent(raw, weights, target, attention):
+    """What an MLA target hands to attention."""
+    scale = (raw["qk_nope_head_dim"] + raw["qk_rope_head_dim"]) ** -0.5
+    for layer in target.layers:
+        said = "MLA is scaled by (qk_nope_head_dim + qk_rope_head_dim) ** -0.5"
+        assert layer.attention.scaling == scale, said
+        ((keys, _),) = attention.seen[layer.attention.layer_id]
+        name = f"model.layers.{layer.attention.layer_id}.self_attn.kv_a_layernorm.weight"
+        latent = keys[0, 0, :, : raw["kv_lora_rank"]]
+        assert_normed(latent, weights[name], "the latent cache holds states after kv_a_layernorm")
+
+
+def assert_normed(rows, weight, said):
+    squares = (rows / weight).square().mean(-1)
+    torch.testing.assert_close(squares, torch.ones(len(rows)), rtol=0, atol=1e-2, msg=said)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -130,9 +194,10 @@ def test_the_correction_bias_chooses_and_does_not_weigh():
     # Affinities odds / (1 + odds): 3/4, 1/2, 2/3; all 1/2 where the token says nothing. Ties go
     # either way, so row 1 only tells that the biased expert is chosen, at an equal share.
     shares = layer.routing(x) / 2.5
+    said = "weights of the chosen experts add up to routed_scaling_factor"
+    torch.testing.assert_close(shares.sum(1), torch.ones(2), msg=said)
     torch.testing.assert_close(shares[0], torch.tensor([0.6, 0.4, 0.0]))
     assert shares[1, 1] == 0.5
-    torch.testing.assert_close(shares.sum(1), torch.ones(2))
 
 
 QUARTER_AND_HALF_TURN = torch.tensor([0.0, -1.0]), torch.tensor([1.0, 0.0])

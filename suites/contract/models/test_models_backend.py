@@ -84,7 +84,7 @@ def test_attention_is_the_backends(family):
         assert [own.attention for own in model.layers] == [layer(i) for i in range(layers)]
         for _, handed in spy.calls:
             assert {name: tuple(t.shape) for name, t in handed.items()} == shapes
-            assert handed["q"].is_contiguous()
+            assert handed["q"].is_contiguous(), "a kernel is handed a contiguous query"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

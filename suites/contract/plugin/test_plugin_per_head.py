@@ -23,7 +23,9 @@ def attend(
 ):
     """What the kernel answers, request by request."""
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
-    assert (cu_seqlens_q.diff().max(), cu_seqlens_k.diff().max()) == (max_seqlen_q, max_seqlen_k)
+    assert cu_seqlens_q.diff().max() == max_seqlen_q
+    said = "a chunk of cached keys is cut by prefix_chunk_cu_seq_lens, not as the new tokens"
+    assert cu_seqlens_k.diff().max() == max_seqlen_k, said
     assert softmax_scale == SCALE
     outs, sums = [], []
     for i in range(len(cu_seqlens_q) - 1):

@@ -60,6 +60,8 @@ def test_a_request_table_starts_on_the_padding_slot() -> None:
 
 def test_the_padding_row_is_never_allocated_nor_freed() -> None:
     table = ReqToTokenPool(3, 8)
+    table.free(table.alloc(3))
+    assert table.available == 3, "rows that are freed can be allocated again"
     assert PADDING_ROW not in table.alloc(3)
     with pytest.raises(ContractError, match="padding row freed"):
         table.free([PADDING_ROW])
