@@ -331,3 +331,15 @@ def test_what_cannot_be_asked_ends_with_2(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit, match="2"):
         main(["--workers", "0"])
     assert "argument --workers: '0' is not accepted; accepted: 1 or" in capsys.readouterr().err
+
+
+def test_no_plugin_of_pytest_is_imported_before_the_fork() -> None:
+    ask = (
+        "import importlib, sys; from importlib.metadata import entry_points\n"
+        "from fixtures.mutation.fork_server import THIRD_PARTY\n"
+        "for name in THIRD_PARTY: importlib.import_module(name)\n"
+        "plugins = {entry.module.partition('.')[0] for entry in entry_points(group='pytest11')}\n"
+        "print(sorted(plugins & sys.modules.keys()))"
+    )
+    told = subprocess.check_output([sys.executable, "-c", ask], cwd=ROOT, text=True)
+    assert told.strip() == "[]", "pytest warns of a plugin that was imported before it ran"
