@@ -82,6 +82,7 @@ CALLS: dict[object, Call] = {
     torch.as_tensor: lambda x: torch.as_tensor([1.0, 2.0]),
     torch.asarray: lambda x: torch.asarray([1.0, 2.0]),
 }
+COPIES_FROM_THE_HOST = {torch.Tensor.new_tensor, torch.tensor, torch.as_tensor, torch.asarray}
 # The same calls where they stay on the device.
 ELSEWHERE: dict[object, Call] = {
     torch.Tensor.to: lambda x: x.to(torch.float64),
@@ -120,6 +121,8 @@ def test_the_tables_here_are_the_instruments() -> None:
     assert REBINDING.keys() == tape.REBINDING
     assert CONDITIONAL.keys() == host_syncs.CONDITIONAL.keys()
     assert ALWAYS.keys() == host_syncs.ALWAYS
+    unseen = [getattr(one, "__name__", one) for one in CALLS.keys() - host_syncs.CALLS.keys()]
+    assert not unseen, f"{unseen} read on the host or copy from it: a capture refuses them"
     assert CALLS.keys() == host_syncs.CALLS.keys()
     given = {call for call, (_, rule) in host_syncs.CALLS.items() if rule is host_syncs._given}
     assert ELSEWHERE.keys() == CALLS.keys() - given
@@ -144,8 +147,8 @@ def test_storage_that_is_rebound_is_refused(name: str) -> None:
 @pytest.mark.parametrize("operation", named(CONDITIONAL))
 def test_an_operation_that_reads_sometimes(operation: object) -> None:
     reads, does_not = CONDITIONAL[operation]
+    assert len(counted(reads)) == 1, f"{operation} reads on the host here and is counted"
     assert refused(reads).startswith(f"{operation} cannot be recorded; asked at {__file__}:")
-    assert len(counted(reads)) == 1
     assert counted(reads)[0].startswith(f"{operation} at {__file__}:")
     given = x()
     Tape().capture(lambda: does_not(given))
@@ -160,6 +163,9 @@ def test_an_operation_that_always_reads(operation: object) -> None:
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 @pytest.mark.parametrize("call", named(CALLS))
 def test_a_call_that_reads_and_dispatches_nothing(call: object) -> None:
+    name = getattr(call, "__name__", str(call))
+    does = "copies from the host" if call in COPIES_FROM_THE_HOST else "reads on the host"
+    assert call in host_syncs.CALLS, f"{name} {does}: a capture refuses it, effects count it"
     name, _ = host_syncs.CALLS[call]
     assert refused(CALLS[call]).startswith(f"{name} cannot be recorded; asked at {__file__}:")
     assert len(counted(CALLS[call])) == 1

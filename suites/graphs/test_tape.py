@@ -12,6 +12,7 @@ import torch
 
 from harness.errors import CaptureViolation, ContractError
 from harness.graphs.effects import observe
+from harness.graphs.host_syncs import dispatched_read
 from harness.graphs.tape import Tape
 
 
@@ -105,6 +106,8 @@ def test_out_arguments_and_several_results_keep_their_memory() -> None:
 def test_a_chain_of_argmax_and_index_put_follows_its_inputs() -> None:
     logits, cache = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]), torch.zeros(4, 3)
     slots = torch.tensor([2, 0])
+    is_read = dispatched_read(torch.ops.aten.index.Tensor, (cache, [slots]), {})
+    assert not is_read, "the host reads nothing to index by positions, only to index by a mask"
 
     def run() -> torch.Tensor:
         cache[slots] = logits

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import psutil
@@ -17,6 +18,7 @@ from fixtures.pytest_plugin.poll import eventually
 from fixtures.pytest_plugin.servers import SHORT
 from harness.errors import Busy, ServerError
 from harness.server.client.flush import flush
+from harness.server.engine_process.supervisor import Supervisor
 
 LONG = 400
 """Tokens of an embedded server with a context of 512."""
@@ -28,6 +30,12 @@ seconds whether the client of a whole response is still connected."""
 def sampling(server) -> dict[str, object]:
     """Greedy, or sglang compiles its sampler first, for a minute; long, whatever the model says."""
     return {"max_new_tokens": many(server), "temperature": 0, "ignore_eos": True}
+
+
+def posted(server, rid: str) -> requests.Response:
+    """The answer to a long request of this id, when it has come."""
+    body = {"input_ids": SHORT, "rid": rid, "sampling_params": sampling(server)}
+    return requests.post(f"{server.url}/generate", json=body, timeout=60)
 
 
 def raw(server, *, stream: bool) -> socket.socket:
@@ -65,29 +73,44 @@ def test_a_stream_that_is_not_read_holds_nobody_up(server):
 
 def test_an_aborted_request_is_told_so(server):
     answers = []
-    body = {
-        "input_ids": SHORT,
-        "rid": "to be aborted",
-        "sampling_params": sampling(server),
-    }
-
-    def ask() -> None:
-        answers.append(requests.post(f"{server.url}/generate", json=body, timeout=60).json())
-
-    asking = threading.Thread(target=ask)
+    rid = "to be aborted"
+    asking = threading.Thread(target=lambda: answers.append(posted(server, rid).json()))
     with slowly(server):
         asking.start()
         runs(server)
-        if server.kind == "embedded":
-            again = requests.post(f"{server.url}/generate", json=body, timeout=10)
-            assert again.status_code == 400
-            assert "one that is not in use" in again.json()["error"]["message"]
-            runs(server)
-        server.client.abort("to be aborted")
+        server.client.abort(rid)
         asking.join()
         settled(server, SOON_S)
     assert answers[0]["meta_info"]["finish_reason"]["type"] == "abort"
     assert len(answers[0]["output_ids"]) < many(server)
+
+
+def test_a_request_with_a_rid_in_use_is_refused_and_does_not_abort_the_running_one(embedded_server):
+    server, rid, answers = embedded_server, "in use", []
+    asking = threading.Thread(
+        target=lambda: answers.append(posted(server, rid).json()), daemon=True
+    )
+    with slowly(server):
+        asking.start()
+        runs(server)
+        again = posted(server, rid)
+        assert again.status_code == 400
+        assert "one that is not in use" in again.json()["error"]["message"]
+        # Its steps come after an abort that the refusal would have caused.
+        assert server.client.generate(SHORT, 2).completion_tokens == 2
+        said = "a request that is refused for its rid does not abort the one that has this rid"
+        assert state(server)["running"] >= 1, said
+        server.client.abort(rid)
+        asking.join()
+        settled(server, SOON_S)
+    assert answers[0]["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_abort_all_aborts_every_request():
+    aborted = []
+    waiting = SimpleNamespace(_requests=dict.fromkeys("abc"), abort=aborted.append)
+    Supervisor.abort_all(waiting)
+    assert aborted == ["a", "b", "c"], "abort_all aborts every request"
 
 
 def test_all_are_aborted_at_once(server):

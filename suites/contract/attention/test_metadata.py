@@ -24,6 +24,7 @@ from fixtures.toys.toy_planning import (
     toy_backend,
 )
 from fixtures.toys.toy_scenes import phase_id
+from harness.attention.geometry import Geometry
 from harness.attention.metadata import packed_causal_mask
 from harness.attention.trtllm_mla import TRTLLMMLABackend
 from harness.core.capability import TRTLLM_GEN_MLA, XQA
@@ -169,6 +170,15 @@ def test_swa_pages_and_write_locations_are_translated_at_planning() -> None:
     hybrid.full_to_swa_index_mapping.zero_()
     assert metadata.swa_out_cache_loc is not None
     assert metadata.swa_out_cache_loc.tolist() == wanted
+
+
+def test_each_draft_step_has_its_own_swa_write_locations() -> None:
+    writer = toy_backend(token_to_kv_pool=swa_pool()).writer
+    step = Geometry(forward_mode=ForwardMode.DECODE, bs=2, num_tokens=2, max_q_len=1)
+    buffers = writer.new_buffers(step, phases=3)
+    own = [buffers.slice(step, phase).swa_out_cache_loc for phase in range(3)]
+    starts = [loc.storage_offset() for loc in own if loc is not None]
+    assert starts == [0, 2, 4], "a draft step writes window keys to its own swa_out_cache_loc"
 
 
 def test_a_plain_pool_is_never_translated() -> None:

@@ -38,6 +38,20 @@ def test_a_strided_slice_of_a_fused_projection(mode: ForwardMode, q_lens: tuple[
 
 
 @every_phase
+def test_a_model_may_hand_over_flat_keys_and_values(
+    mode: ForwardMode, q_lens: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene, handed = MHAScene(), list[torch.Tensor]()
+    inputs = scene.inputs(sum(q_lens))
+    flat = inputs | {name: inputs[name].flatten(1) for name in ("k", "v")}
+    monkeypatch.setattr(scene.pool, "set_kv_buffer", lambda _, loc, *kv: handed.extend(kv))
+    scene.run(scene.batch(mode, q_lens), flat, scene.layer)
+    shapes = [inputs[name].shape for name in ("k", "v")]
+    told = "keys of [tokens, heads * head_dim] are stored as [tokens, heads, head_dim]"
+    assert [one.shape for one in handed] == shapes, told
+
+
+@every_phase
 def test_sinks_take_their_share_of_every_row(mode: ForwardMode, q_lens: tuple[int, int]) -> None:
     scene = MHAScene()
     batch, inputs = scene.batch(mode, q_lens), scene.inputs(sum(q_lens))

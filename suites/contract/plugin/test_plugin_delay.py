@@ -86,7 +86,8 @@ def test_every_wait_reads_the_memory_that_slow_down_writes(waits: list[torch.Ten
     assert (recorded.dtype, recorded.tolist()) == (torch.int64, [0])
     for seconds, nanoseconds in ((0.00006, 60_000), (0.0021, 2_100_000), (None, 0)):
         assert slow_down(delay, scheduler, seconds) == "done"
-        assert scheduler.forward_sleep_time is None
+        said = "where forwards wait on the GPU, the host does not sleep, too"
+        assert scheduler.forward_sleep_time is None, said
         assert recorded.tolist() == [nanoseconds]
         assert told(delay) == {"last_gen_throughput": 3.0, STATE: nanoseconds}
     end_forward(delay, ForwardMode.TARGET_VERIFY)

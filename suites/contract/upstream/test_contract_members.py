@@ -21,6 +21,7 @@ from fixtures.tables.upstream_contract import (
 )
 from fixtures.toys.toy_attention import DIM, HEADS, KV_HEADS, mha_layer
 from fixtures.toys.toy_planning import batch_for, toy_backend
+from harness.attention.trtllm_mha import TRTLLMHAAttnBackend
 from harness.core.paths import ROOT
 from harness.errors import KernelRefusal
 from harness.upstream.base_attn_backend import (
@@ -138,6 +139,9 @@ def test_only_ragged_verifies_are_refused_and_a_kernel_refuses_them() -> None:
         "supports_ragged_verify_graph"
     ]
     backend = toy_backend()
+    assert isinstance(backend, TRTLLMHAAttnBackend)
+    is_decode = ForwardMode.TARGET_VERIFY in backend.decode_kernel_modes
+    assert is_decode, "a uniform TARGET_VERIFY runs on the decode kernel, not on the context kernel"
     batch = batch_for(backend, ForwardMode.TARGET_VERIFY, [9, 8], 5)
     backend.init_forward_metadata(batch)
     q, kv = torch.ones(5, HEADS, DIM), torch.ones(5, KV_HEADS, DIM)

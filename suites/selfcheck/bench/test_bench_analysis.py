@@ -81,12 +81,16 @@ def test_an_effect_that_is_gone_in_cycles_is_not_believed(tmp_path):
     slow_clock = judged(tmp_path / "slow_clock")
     assert slow_clock.verdict is BenchVerdict.INVALID
     assert slow_clock.reasons[0] == "time and cycles disagree on the sign"
+    records(tmp_path / "half", mhz=(1980.0, None))
+    assert "mhz: asked of some trials only" in judged(tmp_path / "half").reasons
+
+
+def test_under_a_power_cap_an_effect_that_is_gone_in_cycles_is_not_withdrawn(tmp_path):
+    narrow = Bounds(delta0=0.001, delta1=0.006, n_max=16)
     records(
         tmp_path / "capped", ratio=1.008, mhz=(1980.0, 1980.0 / 1.009), capped=0.6, bounds=narrow
     )
     assert judged(tmp_path / "capped").verdict is BenchVerdict.REGRESSED
-    records(tmp_path / "half", mhz=(1980.0, None))
-    assert "mhz: asked of some trials only" in judged(tmp_path / "half").reasons
 
 
 def test_a_candidate_that_is_not_believed_says_why(tmp_path, capsys):
@@ -233,8 +237,9 @@ def test_the_night_of_the_example_is_judged_as_it_was():
     run = verdict(findings(read(EXAMPLE)))
     said = {(f.role, f.metric): f.verdict for f in run.findings}
     assert said[Role.CANDIDATE, "step_time"] is BenchVerdict.IMPROVED
-    # Its noise would have hidden a TTFT that is 20 % worse.
-    assert run.verdict is said[Role.CANDIDATE, "ttft"] is BenchVerdict.BLIND
+    rule = "a case whose noise would have hidden a TTFT that is 20 % worse is blind, not ok"
+    assert said[Role.CANDIDATE, "ttft"] is BenchVerdict.BLIND, rule
+    assert run.verdict is BenchVerdict.BLIND, "a night with a blind case is blind"
     assert said[Role.INJECTED, "step_time"] is BenchVerdict.REGRESSED
     assert said[Role.SAME, "step_time"] is BenchVerdict.INCONCLUSIVE
     assert said[Role.CANDIDATE, "accept_length"] is said[Role.SAME, "ttft"] is BenchVerdict.OK

@@ -48,7 +48,8 @@ class Client:
 def test_the_shortest_prompts_are_asked_as_many_at_a_time_as_the_workload(pair):
     client = Client(pair)
     check_answers(parse(f"embedded:pair={pair}"), client, BATCH)
-    assert len(set(client.asked)) == PROMPTS
+    said = "a server is timed only after its answers to so many prompts were found right"
+    assert len(set(client.asked)) == PROMPTS, said
     lengths = sorted(map(len, prompts(pair)))
     assert sorted(map(len, client.asked)) == lengths[:PROMPTS]
     assert client.most == BATCH.batch_size

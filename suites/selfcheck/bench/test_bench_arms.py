@@ -128,13 +128,17 @@ def test_a_shape_is_served_with_drawn_weights_and_a_fixed_accept_length(monkeypa
 )
 def test_a_shape_is_slowed_by_its_margin_unless_said(words, injected):
     asked = bench.setup(bench.parser().parse_args([*words, "--sessions", "injected"]))
-    assert asked.slowdown == asked.arms(Role.INJECTED)["B"].slowdown == injected
+    said = "the injected slowdown is the margin that cases are judged by, unless it is given"
+    assert asked.slowdown == injected, said
+    assert asked.arms(Role.INJECTED)["B"].slowdown == injected
 
 
 def test_with_a_slowed_reference_the_candidate_is_the_faster_arm(capsys):
     arm = "sglang:shape=llama-3.1-8b"
     words = ["--a", f"{arm},slowdown=0.01", "--b", arm]
     asked = bench.setup(bench.parser().parse_args(words))
+    said = "the injected control of a shape is as small as the margin of its cases"
+    assert asked.slowdown == asked.margins[0].delta1, said
     slowdowns = {
         role: [side.slowdown for side in asked.arms(role).values()] for role in asked.roles
     }

@@ -137,7 +137,9 @@ def test_equal_arms_are_ok_and_the_injected_slowdown_is_found(tmp_path, monkeypa
     asked = {f.role: f.session.thresholds.reject_null for f in found}
     assert asked == pytest.approx({Role.CANDIDATE: 100, Role.SAME: 800, Role.INJECTED: 100})
     equal = [f for f in found if f.role is Role.SAME]
-    assert scales(found) == {("small", f.metric): spread(f.effects) for f in equal}
+    calibrated = {("small", f.metric): spread(f.effects) for f in equal}
+    said = "noise is calibrated by equal arms (A/A) alone, not by the injected slowdown"
+    assert scales(found) == calibrated, said
 
 
 def test_a_slower_candidate_is_rejected_for_time_and_throughput_alone(tmp_path, monkeypatch):
@@ -194,7 +196,9 @@ def test_blocks_have_the_drawn_orders_and_servers_run_side_by_side(tmp_path, mon
         side_by_side=2 * design.servers(3),
     )
     lines = list(read(tmp_path / "bench.jsonl"))
-    assert lab.most_up == 2 * design.servers(3)  # two blocks of each of three sessions
+    # Two blocks of each of three sessions.
+    said = "sessions share the server of arm A alone, where their design has one launch per arm"
+    assert lab.most_up == 2 * design.servers(3), said
     assert not lab.up
     for session in (line for line in lines if isinstance(line, Session)):
         for workload in ("small", "large"):
@@ -215,7 +219,8 @@ def test_sessions_share_the_launches_of_their_reference(tmp_path, monkeypatch):
         blocks_at_most=2,
         side_by_side=4,
     )
-    assert lab.most_up == 4
+    said = "sessions share the server of arm A alone: B is never measured on A's server"
+    assert lab.most_up == 4, said
     started = [event for event in lab.events if event[0] == "start"]
     assert len(started) == 2 + 2 * 4  # the rehearsal's, then two waves
     trials = [line for line in read(tmp_path / "bench.jsonl") if isinstance(line, Trial)]
@@ -317,7 +322,10 @@ def test_no_wave_begins_that_would_end_too_late(tmp_path, monkeypatch):
     now = iter(range(0, 10_000, 10))
     monkeypatch.setattr(block_runner.time, "monotonic", lambda: float(next(now)))
     # The clock is looked at three times until the rehearsal is over, so that 45 s are left.
-    found = Lab(monkeypatch).run(tmp_path / "bench.jsonl", seconds=75.0, side_by_side=6)
+    lab = Lab(monkeypatch)
+    found = lab.run(tmp_path / "bench.jsonl", seconds=75.0, side_by_side=6)
+    said = "both arms are rehearsed together where the rehearsal measures no noise"
+    assert [event[0] for event in lab.events[:2]] == ["start", "start"], said
     assert {f.evidence.blocks for f in found} == {2}
     assert {f.verdict for f in found} == {BenchVerdict.INCONCLUSIVE}
 
@@ -334,6 +342,18 @@ def test_an_arm_that_fails_its_rehearsal_ends_it(tmp_path, monkeypatch):
     with pytest.raises(ContractError, match="rehearsal of arm A, small: dead"):
         lab.run(tmp_path / "bench.jsonl")
     assert not lab.up
+
+
+def test_the_time_of_a_start_is_that_of_servers_whose_kernels_an_earlier_wave_compiled(
+    tmp_path, monkeypatch
+):
+    lab = Lab(monkeypatch)
+    lab.dead = True
+    with pytest.raises(ContractError, match="rehearsal of arm A"):
+        lab.run(tmp_path / "bench.jsonl", sized=True, side_by_side=8)
+    started = [event for event in lab.events if event[0] == "start"]
+    said = "two of the four rehearsed servers start first, so that two start with full caches"
+    assert len(started) == 2, said
 
 
 def test_two_runs_do_not_write_to_one_file(tmp_path, monkeypatch):

@@ -39,8 +39,8 @@ def test_a_monitor_reports_the_gpu_and_other_processes(monkeypatch):
     facts = monitor.facts()
     assert facts["foreign_processes"] == 2  # 10 was there before any server, 99 came
     assert facts["throttled"] == ("power brake",)
-    # The first reading's flag is the load's before.
-    assert facts["capped"] == pytest.approx(1 / (fake.reads - 1))
+    said = "a power cap in the first of several readings is that of the load before: not counted"
+    assert facts["capped"] == pytest.approx(1 / (fake.reads - 1)), said
     assert facts["mhz"] == 1980.0
     assert facts["celsius"] == 40.0 + fake.reads
     assert (facts["machine"], facts["pcie_full"]) == ("driver 1, MIG off", False)

@@ -136,6 +136,9 @@ def test_a_request_is_timed_from_its_sending_to_its_chunks_with_tokens():
     assert len(timed.chunk_gaps_ms) == 1
     assert timed.chunk_gaps_ms[0] == pytest.approx(timed.latency_ms - timed.ttft_ms)
     assert timed.chunk_gaps_ms[0] >= 10.0
+
+
+def test_an_answer_with_fewer_tokens_than_asked_for_is_refused():
     with pytest.raises(ContractError, match="5 tokens came, 5 counted, 6 asked for"):
         one(Client([]), (1, 2), 6)
 
@@ -256,7 +259,8 @@ def test_a_server_that_does_not_slow_itself_is_asked_to_sleep_after_the_warm_up(
     trial = trials(log).run(SLOT, arm, Server(), LOOP)
     assert [entry[0] for entry in log].index("slow_down") == 6
     # A step takes at least 5 ms: 10 ms of decoding over two steps; on a busy machine it is longer.
-    assert 0.05 * 0.005 <= trial.slept_s <= 0.05 * 0.5
+    said = "an injected sleep is the slowdown's share of a step, in seconds"
+    assert 0.05 * 0.005 <= trial.slept_s <= 0.05 * 0.5, said
     asked = [entry[1] for entry in log if entry[0] == "slow_down"]
     assert asked == [trial.slept_s, None]
     assert log[-1] == ("slow_down", None)  # an attached server is arm A as well

@@ -76,7 +76,8 @@ def test_the_noise_within_and_between_launches_is_told_apart():
     measured = rehearsal({"small": (0.004, 0.002), "large": (0.003, 0.0)}, launches=200)
     small, large = measured.noise("small"), measured.noise("large")
     assert small.within == pytest.approx(0.004, rel=0.1)
-    assert small.between == pytest.approx(0.002, rel=0.25)
+    said = "launches whose levels differ by 0.2 % have that noise between launches"
+    assert small.between == pytest.approx(0.002, rel=0.25), said
     assert large.within == pytest.approx(0.003, rel=0.1)
     # Six passes alone make launches differ by 0.003 / sqrt(6) = 0.0012, which is subtracted.
     assert large.between < 0.0006
@@ -93,7 +94,10 @@ def test_a_spike_in_a_launch_and_a_launch_that_is_off_change_little():
     logs[::5, 2] += 0.5
     logs[7] += 0.3
     found = launch_noise([logs])
-    assert (found.within, found.between) == pytest.approx((0.004, 0.002), rel=0.35)
+    said = "a spike of 50 % in some launches changes little of the noise within launches"
+    assert found.within == pytest.approx(0.004, rel=0.35), said
+    said = "launches whose levels differ by 0.2 % have that noise between launches"
+    assert found.between == pytest.approx(0.002, rel=0.35), said
 
 
 def test_one_launch_of_an_arm_or_one_trial_tell_no_noise():
@@ -269,7 +273,8 @@ def test_passes_that_are_asked_for_are_obeyed_and_equal_arms_are_launched_twice(
     lab.bench(out, passes=2, roles=(Role.INJECTED, Role.SAME), blocks_at_most=1)
     assert {line.passes for line in read(out) if isinstance(line, Session)} == {2}
     kinds = [event[0] for event in lab.events]
-    assert kinds[:14] == (["start"] + ["measure"] * 6) * 2
+    said = "the rehearsal's servers start in two waves: the first one's fill the kernel caches"
+    assert kinds[:14] == (["start"] + ["measure"] * 6) * 2, said
     assert kinds[14] == "start"  # of the first block
     assert {event[1].spec for event in (lab.events[0], lab.events[7])} == {"url:http://127.0.0.1:9"}
     assert "passes per trial 2" in lab.said.getvalue()

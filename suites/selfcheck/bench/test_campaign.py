@@ -20,6 +20,7 @@ from harness.errors import UsageError
 from harness.plugin.served import SERVED
 
 ROWS = tuple(COMPARISONS.values())
+ONCE = "each row of a campaign is measured once, whichever GPU takes it"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
@@ -80,7 +81,8 @@ def test_a_margin_narrows_the_step_time_alone_and_is_what_is_injected():
             continue
         assert (before.delta0, before.delta1) == (0.002, 0.01)
         assert (after.delta0, after.delta1) == (0.001, 0.005)
-    assert (usual.slowdown, narrowed.slowdown) == (0.01, 0.005)
+    said = "the injected slowdown is the margin that cases are judged by, unless it is given"
+    assert (usual.slowdown, narrowed.slowdown) == (0.01, 0.005), said
     more = ["--margin", "0.005", "--injected", "0.02"]
     assert bench.setup(bench.parser().parse_args([*words, *more])).slowdown == 0.02
 
@@ -119,7 +121,7 @@ def test_each_gpu_takes_the_next_row(recorder, tmp_path, monkeypatch, capsys):
     assert campaign.main([*ids, "--out", str(out), "--seconds", "900"]) == 0
     asked = [json.loads(file.read_text()) for file in sorted(recorder.iterdir())]
     assert {gpu for gpu, _ in asked} == {"4", "7"}
-    assert len(asked) == len(ids)
+    assert len(asked) == len(ids), ONCE
     for _, words in asked:
         assert words[:3] == ["-m", "harness", "bench"]
         assert 890 <= float(words[words.index("--seconds") + 1]) <= 900
@@ -136,7 +138,8 @@ def test_a_row_that_cannot_be_measured_is_told_and_the_others_are(recorder, tmp_
         out=tmp_path,
         ends=time.monotonic() + 999,
     ).run(["0"]) == {"phases": 2, "mha-fa3": 0}
-    assert [json.loads(f.read_text())[0] for f in sorted(recorder.iterdir())] == ["0", "0"]
+    gpus = [json.loads(f.read_text())[0] for f in sorted(recorder.iterdir())]
+    assert gpus == ["0", "0"], ONCE
 
 
 def test_a_row_whose_verdict_is_red_was_measured(recorder, tmp_path, monkeypatch, capsys):
@@ -146,7 +149,7 @@ def test_a_row_whose_verdict_is_red_was_measured(recorder, tmp_path, monkeypatch
     words = ["phases", "mha-fa3", "--out", str(tmp_path / "records"), "--seconds", "900"]
     assert campaign.main(words) == 0
     assert capsys.readouterr().err == ""
-    assert len([*recorder.iterdir()]) == 2
+    assert len([*recorder.iterdir()]) == 2, ONCE
 
 
 def test_no_row_follows_one_that_was_interrupted(recorder, tmp_path):

@@ -244,10 +244,8 @@ def test_families():
     assert [family_thresholds(k).reject_null for k in (1, 5, 20)] == pytest.approx(
         [100.0, 100.0, 400.0]
     )
-    # Five cases, two directions, one in 100.
-    assert control_thresholds(5).reject_null == pytest.approx(
-        1000.0
-    )  # five cases, two directions, one in 100
+    said = "a control asks for more evidence than a case: of five, two directions, one in 100"
+    assert control_thresholds(5).reject_null == pytest.approx(1000.0), said
     # K = 4 at 5 %: 80 for one, 40 each for two, 26.7 for three.
     assert e_bh({"a": 41.0, "b": 40.0, "c": 26.0, "d": 0.0}) == {"a", "b"}
     assert e_bh({"a": 79.0, "b": 30.0, "c": 27.0, "d": 0.0}) == {"a", "b", "c"}
@@ -269,7 +267,8 @@ def test_e_bh_and_controls_decide_a_run():
     assert many["lost 0"] == lost
     assert apply_controls(table, {Control.AA: same, Control.INJECTED: worse}) == table
     invalid_run = apply_controls(table, {Control.AA: better})
-    assert all(found.verdict.is_red for found in invalid_run.values())
+    said = "where a control failed or is missing, no case of the run keeps a verdict"
+    assert all(found.verdict.is_red for found in invalid_run.values()), said
     assert [reason.split(":")[1] for reason in invalid_run["same"].reasons] == [
         " improved instead of ok or inconclusive",
         " missing instead of regressed",

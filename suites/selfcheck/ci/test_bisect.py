@@ -122,6 +122,8 @@ def test_releases_of_the_table(
     words = ["--good", "0.5.12", "--bad", "0.5.23", "--report", str(tmp_path)]
     assert main(words) == 0
     first, *cause, second, _, _ = capsys.readouterr().out.splitlines()
+    is_told = any(REFUSED in line for line in cause)
+    assert not is_told, "a trial that the good release refused was never good: nothing turned it"
     assert first == "0.5.16: 1 turned, 0.5.14 was good"
     assert cause == [
         "  trtllm_mha/xqa mha-decode-bs1_short eager: hidden_states: 3 of 4 rows wrong",

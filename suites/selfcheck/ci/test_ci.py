@@ -192,7 +192,8 @@ def test_lane_gets_real_kernels_where_a_gpu_is(
     assert environments[-1]["PATH"] == os.environ["PATH"]
     monkeypatch.setenv("SPECGATE_STACK", "test")
     ci.main(["run"])
-    assert environments[-1]["SPECGATE_STACK"] == "test"
+    told = "SPECGATE_STACK of the environment is used, on a machine with a GPU too"
+    assert environments[-1]["SPECGATE_STACK"] == "test", told
 
 
 @pytest.mark.parametrize("is_there", [False, True])

@@ -169,7 +169,8 @@ def test_a_night_counts_once_and_comes_back_as_it_was(tmp_path: Path) -> None:
     assert history.read(path) == []
     assert history.append(path, entries) == entries
     new = [night(1, sku="NVIDIA H200"), night(3)]
-    assert history.append(path, [night(1, cost=9.0), *new]) == [*entries, *new]
+    said = "two kinds of machine whose nights start in the same second both enter the history"
+    assert history.append(path, [night(1, cost=9.0), *new]) == [*entries, *new], said
     assert history.read(path) == [*entries, *new]
     assert "Infinity" not in path.read_text()
 
@@ -211,7 +212,8 @@ def test_a_benchmark_leaves_its_candidates_alone() -> None:
     assert slower.low < slower.cost
     assert slower.e >= 100
     faster = BenchReport.of(synthetic_bench.run_lines({"tpot": -0.05}))
-    assert all(entry.e < 1 for entry in faster.entries() if entry.case.endswith("/tpot"))
+    said = "a night that improves is no evidence for the alarm of a regression"
+    assert all(e.e < 1 for e in faster.entries() if e.case.endswith("/tpot")), said
     assert (slower.pin, slower.night) == ("pinned (sglang 0.5.14)", synthetic_bench.STARTED)
     assert entries["bs8-in64-out32/ttft"].low is None  # five blocks bound nothing
 

@@ -40,4 +40,7 @@ def test_scores_of_weighted_inputs_are_whole_multiples_of_log_2(family: str) -> 
     query, key = (rotate(table[0][tokens], positions)[:, 0] for table in (q, k))
     scores = query.double() @ key.double().T * weights.scaling / math.log(2)
     expected = -(tokens % 8).double().expand_as(scores)
-    torch.testing.assert_close(scores, expected, rtol=0.0, atol=1e-4)
+    said = "keys of weighted rows are what their FP8 cache holds times its k_scale"
+    torch.testing.assert_close(
+        scores, expected, rtol=0.0, atol=1e-4, msg=lambda found: f"{said}\n{found}"
+    )

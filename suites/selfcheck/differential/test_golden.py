@@ -294,7 +294,8 @@ def test_damaged_goldens_are_one_failure(pytester, monkeypatch, folder, name, da
 
     result = pytester.runpytest_inprocess(*plugins, plugins=[Counting()])
     result.assert_outcomes(passed=1, failed=1, deselected=21)
-    assert planned == [1 + 1 + 21]  # What does not run is planned all the same.
+    told = "trials that do not run because goldens are damaged are planned all the same"
+    assert planned == [1 + 1 + 21], told
     text = str(result.stdout)
     assert "; undo it with: git checkout golden; if the change is meant: python3 -m" in text
     assert len(result.outlines) < 20

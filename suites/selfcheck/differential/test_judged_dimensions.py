@@ -49,9 +49,10 @@ OF_THE_FILL_ALONE = {"filled": "clears what the fill before it left, which the t
 
 @dataclass(frozen=True)
 class Fault:
-    """A result that is wrong in one place, and how the message of its verdict begins."""
+    """A result that is wrong in one place, which, and how the message of its verdict begins."""
 
     result: ForwardResult
+    wrong: str
     begins: str
 
 
@@ -78,7 +79,8 @@ def outputs(result: ForwardResult) -> Iterator[Fault]:
             wrong.view(rows, parts, -1)[row, row % parts] *= 1.5
             output: Any = replace(result.output, **{name: wrong})
             said = f"{name.removeprefix('next_token_')}: 1 of {rows} rows wrong, first at "
-            yield Fault(replace(result, output=output), said + labels[row])
+            broken = replace(result, output=output)
+            yield Fault(broken, f"row of {name} at {labels[row]}", said + labels[row])
 
 
 def choices(result: ForwardResult) -> Iterator[Fault]:
@@ -90,7 +92,8 @@ def choices(result: ForwardResult) -> Iterator[Fault]:
             wrong[request, step] = logits[request, step - 1].argmin()
             output = replace(result.output, draft_tokens=wrong)
             # All but the last are fed to the next step, which is judged along them.
-            yield Fault(replace(result, output=output), "")
+            broken = replace(result, output=output)
+            yield Fault(broken, f"draft token {step} of request {request}", "")
 
 
 def table_entries(result: ForwardResult) -> Iterator[Fault]:
@@ -107,7 +110,9 @@ def table_entries(result: ForwardResult) -> Iterator[Fault]:
                 wrong[place] += 1
                 plans = list(result.plans)
                 plans[step] = replace(plan, **{name: wrong})
-                yield Fault(replace(result, plans=tuple(plans)), f"{name}[{request}")
+                broken = replace(result, plans=tuple(plans))
+                where = f"metadata.{name} of request {request}"
+                yield Fault(broken, where, f"{name}[{request}")
 
 
 FAULTS = {"outputs": outputs, "choices": choices, "table_entries": table_entries}
@@ -145,7 +150,7 @@ def test_a_fault_in_one_place_is_red(row: str, kind: str) -> None:
     assert messages(result, row) == []
     for fault in FAULTS[kind](result):
         found = messages(fault.result, row)
-        assert found, f"nobody noticed {fault.begins}"
+        assert found, f"a wrong {fault.wrong} turns the trial red"
         assert found[0].startswith(fault.begins)
 
 

@@ -117,6 +117,8 @@ def test_a_draft_s_step_is_not_blamed_for_the_one_before() -> None:
     steps = type("Steps", (MHA.draft_backend,), {"step_backend": backend})
     said = keys_read(case, replace(MHA, backend=backend, draft_backend=steps), EAGER)
     assert said.startswith("query 1 of request 0 (position 6, layer 0) read keys none")
+    is_named = "keys 0..6 of request 1" in said
+    assert is_named, "where keys of another request were read, the message names that request"
     assert said.endswith("keys 0..6 of request 1 (1 more like it)")
 
 

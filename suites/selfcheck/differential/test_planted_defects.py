@@ -110,7 +110,7 @@ class WindowWritesByTheMappingOfNow(TRTLLMHAAttnBackend):
         super()._write(k, v, layer, batch, metadata)
 
 
-class FilledByEveryLayer(TRTLLMHAAttnBackend):
+class ReqToTokenReadByEveryLayer(TRTLLMHAAttnBackend):
     """Reads what the scheduler has written since."""
 
     def forward_extend(self, q: Any, k: Any, v: Any, layer: Any, batch: Any, **given: Any) -> Any:
@@ -236,13 +236,13 @@ class TopKOfHalfLogits(DraftExtendRunner):
         return replace(rounded, next_token_logits=output.next_token_logits)
 
 
-class NoProbability(DraftExtendRunner):
+class TopKPIsNaN(DraftExtendRunner):
     def finish(self, output: Any, batch: ForwardBatch) -> Any:
         finished = super().finish(output, batch)
         return replace(finished, topk_p=finished.topk_p * torch.nan)
 
 
-class IndexOfAnotherRequest(DraftExtendRunner):
+class TopKIndexOfAnotherRequest(DraftExtendRunner):
     def finish(self, output: Any, batch: ForwardBatch) -> Any:
         finished = super().finish(output, batch)
         return replace(finished, topk_index=finished.topk_index.roll(1, 0))
@@ -275,8 +275,8 @@ ROWS: tuple[tuple[Subject, type, str, Execution, Verdict, str], ...] = (
     (MHA, UntranslatedWindowWrites, "mha-target_verify-window_of_one_page", EAGER, Verdict.BROKEN_INVARIANT, "swa.k0 slot"),
     (MHA, WindowWritesByTheMappingOfNow, "mha-decode-window_bs5_interleaved", EAGER, Verdict.BROKEN_INVARIANT, "swa.k0 slot"),
     (MHA, WindowWritesByTheMappingOfNow, "mha-decode-window_bs5_interleaved", GRAPH, Verdict.BROKEN_INVARIANT, "swa.k0 slot"),
-    (MHA, FilledByEveryLayer, "mha-extend-bs2_ragged", EAGER, Verdict.BROKEN_INVARIANT, "page_table"),
-    (MHA, FilledByEveryLayer, "mha-target_verify-bs2_ragged", GRAPH, Verdict.BROKEN_INVARIANT, "page_table"),
+    (MHA, ReqToTokenReadByEveryLayer, "mha-extend-bs2_ragged", EAGER, Verdict.BROKEN_INVARIANT, "page_table"),
+    (MHA, ReqToTokenReadByEveryLayer, "mha-target_verify-bs2_ragged", GRAPH, Verdict.BROKEN_INVARIANT, "page_table"),
     (XQA, ReadsEndBeforeTheReplay, "mha-draft_extend_v2-bs2_ragged", GRAPH, Verdict.BROKEN_INVARIANT, "page_table"),
     (MHA, RowsCountedByBatchSize, "mha-draft_extend_v2-dp_padding_ahead_of_the_plan", EAGER, Verdict.ERROR, "rows"),
     (MHA, TableWithoutHeadroom, "mha-target_verify-context_edge_bs1", EAGER, Verdict.ERROR, "seq_lens = [196] is not accepted; accepted: <= 192"),
@@ -293,8 +293,8 @@ ROWS: tuple[tuple[Subject, type, str, Execution, Verdict, str], ...] = (
     (XQA, ValuesSpoiltForTheNextRound, "mha-decode-bs2_ragged", GRAPH, Verdict.WRONG_NUMBERS, "kv_cache.value0: "),
     (MHA, ViewsHandedOut, "mha-draft_extend_v2-accept_1_3", GRAPH, Verdict.BROKEN_INVARIANT, "changed in the next one"),
     (MHA, TopKOfHalfLogits, "mha-draft_extend_v1-accept_1_3", GRAPH, Verdict.WRONG_NUMBERS, "topk_p: off by"),
-    (MHA, NoProbability, "mha-draft_extend_v1-accept_1_3", GRAPH, Verdict.WRONG_NUMBERS, "topk_p: off by nan"),
-    (MHA, IndexOfAnotherRequest, "mha-draft_extend_v1-accept_1_3", GRAPH, Verdict.WRONG_TOKENS, "topk: "),
+    (MHA, TopKPIsNaN, "mha-draft_extend_v1-accept_1_3", GRAPH, Verdict.WRONG_NUMBERS, "topk_p: off by nan"),
+    (MHA, TopKIndexOfAnotherRequest, "mha-draft_extend_v1-accept_1_3", GRAPH, Verdict.WRONG_TOKENS, "topk: token "),
     (MHA, StaleTail, "mha-draft_extend_v2-bs3_ragged_padded_to_4", GRAPH, Verdict.BROKEN_INVARIANT, "out_cache_loc"),
 )  # fmt: skip
 
@@ -309,8 +309,9 @@ def test_turns_its_case_red(
     case = find(case_id)
     assert run_trial(case, subject, execution).verdict is Verdict.PASSED
     record = run_trial(case, planted(subject, part), execution)
-    assert record.verdict is verdict, record.message
-    assert cause in record.message
+    said = f"{part.__name__} is told as {verdict}, {cause!r}, and not as: {record.message}"
+    assert record.verdict is verdict, said
+    assert cause in record.message, said
     assert case_id in record.reproduce
 
 

@@ -47,7 +47,10 @@ def test_a_forward_that_writes_the_request_table(
     monkeypatch.setattr(PagedBackend, "_kernel_query", writing)
     record = run_trial(find(PADDED), GEN, execution)
     assert record.verdict is Verdict.BROKEN_INVARIANT
-    assert record.message.startswith(f"req_to_token[{row}, 3] and 0 more: was ")
+    is_counted = f"[{OPERATIONS}]" in record.message
+    assert is_counted, "operations that this batch has beyond the formula are counted and told"
+    cause = f"req_to_token[{row}, 3] and 0 more: was "
+    assert record.message.startswith(cause), "a message tells causes before operations"
     assert f", is 7 [{INDEX_SPACE}]; " in record.message
     assert record.message.endswith(f"[{OPERATIONS}]")
 
@@ -57,9 +60,8 @@ def test_a_table_by_hand() -> None:
     table = written.clone()
     assert check_table(written, table) == []
     table[1, 2], table[2, 0] = 0, 9
-    assert check_table(written, table) == [
-        f"req_to_token[1, 2] and 1 more: was 6, is 0 [{INDEX_SPACE}]"
-    ]
+    told = f"req_to_token[1, 2] and 1 more: was 6, is 0 [{INDEX_SPACE}]"
+    assert check_table(written, table) == [told], "a forward that writes req_to_token is told"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from harness.core.conventions import OURS, Conventions
 from harness.core.record import Verdict
 from harness.differential.invariants import check_entries, check_operations
 from harness.differential.trial import run_trial
+from harness.differential.watching import watching
 from harness.subjects import SUBJECTS
 from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode
 from harness.upstream.memory_pool import SWAKVPool
@@ -61,6 +64,18 @@ def test_a_rare_read_of_the_host(
     where = f"aten._local_scalar_dense.default at {__file__}:{line}"
     told = record.message.partition("; ")[0]
     assert told == f"the host waits for the device: {where} [device-to-host sync]"
+
+
+def test_a_host_read_is_seen_on_rows_whose_operations_nobody_counts() -> None:
+    rig: Any = SimpleNamespace(
+        subject=SimpleNamespace(conventions=Conventions(more=None)),
+        pool_state=SimpleNamespace(device=torch.device("cpu")),
+        batch=SimpleNamespace(seq_lens_cpu=None),
+    )
+    lengths = torch.tensor([3, 5])
+    with watching(rig) as seen:
+        int(lengths.max())
+    assert len(seen.waits) == 1, "a host read of a device's tensor in a forward is seen"
 
 
 @pytest.mark.parametrize(
@@ -178,7 +193,10 @@ def test_another_entry_after_a_history(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PagedBackend, "init_forward_metadata", forgetting)
     assert modes.run((Mode.TARGET_VERIFY, EAGER)) == []
     assert modes.run((Mode.IDLE, EAGER)) == []
-    [wrong] = modes.run((Mode.TARGET_VERIFY, EAGER))
+    found = modes.run((Mode.TARGET_VERIFY, EAGER))
+    told = "what is broken while a forward runs turns it red: a verify ran on the context kernel"
+    assert found, f"{told} after an idle forward"
+    [wrong] = found
     assert wrong.message == (
         "the kernel was asked for context 2 times, expected decode 2 times [kernel dispatch]"
     )

@@ -58,6 +58,15 @@ def test_a_token_that_is_not_the_best_falls_short_and_parts_nothing_behind_it(ga
     assert found.accept_lengths == (4, 4, 4)
 
 
+def of_a_step(claimed, accepted):
+    """What holds for a verify step with these accept lengths, claimed and right."""
+    if claimed == accepted:
+        return f"a verify step with the right accept length ({accepted}) does not fall short"
+    side = "fewer" if claimed < accepted else "more"
+    how = f"{side} tokens ({claimed}) than the drafts that match allow ({accepted})"
+    return f"a verify step that accepts {how} is wrong, and falls short by a difference of logits"
+
+
 # The prefill gives one token of twelve. A draft row t proposes token t + 2 of the sequence, so a
 # step after k tokens drafts with rows k - 2, k - 1 and k.
 @pytest.mark.parametrize(
@@ -84,7 +93,9 @@ def test_a_step_falls_short_by_what_parts_it_from_its_claim(
         accept_lengths=claimed,
     )
     assert found.accept_lengths == accepted
-    assert found.step_shortfalls == pytest.approx(shortfalls)
+    steps = zip(claimed, accepted, found.step_shortfalls, shortfalls, strict=True)
+    for claim, length, obtained, expected in steps:
+        assert obtained == pytest.approx(expected), of_a_step(claim, length)
 
 
 def test_the_last_step_is_judged_past_the_text_as_far_as_the_target_is_sure():

@@ -31,8 +31,8 @@ def test_no_floor_hides_a_scale_that_is_off_by_one_percent():
 
 def test_the_cache_alone_decides_the_floor_of_fp8():
     floors = {budget("kv_cache", dtype, KVDtype.FP8).floor for dtype in Dtype}
+    assert max(floors) < 0.02, "keys of an FP8 cache are at most 2 % wrong"
     assert len(floors) == 1
-    assert floors.pop() < 0.02
 
 
 @pytest.mark.parametrize("dtype", Dtype)

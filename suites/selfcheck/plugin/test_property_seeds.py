@@ -131,7 +131,8 @@ def test_a_row_is_replayed_before_anything_is_drawn(
 )
 def test_what_is_no_time_or_seed_is_refused(run: Run, option: str, value: str) -> None:
     result = run(f"{option}={value}")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    is_refused = result.ret == pytest.ExitCode.USAGE_ERROR
+    assert is_refused, f"{option} is used: {value}, which cannot be, is refused and not ignored"
     result.stderr.fnmatch_lines([f"ERROR: {option} = *{value}* is not accepted; accepted: *"])
 
 

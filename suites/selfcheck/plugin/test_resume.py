@@ -37,6 +37,7 @@ def test_trial(record_trial, number):
 def test_without_a_trial():
     pass
 """
+RED_AGAIN = "--resume runs trials that were red, or have no record, again"
 ARGS = ("-p", "no:cacheprovider", "--report", "out")
 
 
@@ -75,7 +76,7 @@ def test_a_killed_run_goes_on(
     with (project.path / "out" / "records.jsonl").open("a") as file:
         file.write('{"format": 1, "case": "ca')
     assert project.runpytest_inprocess(*ARGS, "--resume").ret == 0
-    assert ran(project) == [3, 4, 5]
+    assert ran(project) == [3, 4, 5], RED_AGAIN
     found = records(project)
     assert sorted(found) == [f"case{number}" for number in range(6)]
     assert {record.verdict for record in found.values()} == {Verdict.PASSED}
@@ -96,8 +97,8 @@ def test_without_it_everything_runs_again(project: pytest.Pytester) -> None:
 def test_workers_leave_out_the_same(project: pytest.Pytester) -> None:
     project.runpytest_inprocess(*ARGS)
     assert ran(project) == [0, 1, 2, 3, 4, 5]
-    assert project.runpytest_inprocess(*ARGS, "-n", "2", "--resume").ret == 1
-    assert ran(project) == [3]
+    assert project.runpytest_inprocess(*ARGS, "-n", "2", "--resume").ret == 1, RED_AGAIN
+    assert ran(project) == [3], RED_AGAIN
     assert records(project)["case3"].verdict is Verdict.WRONG_NUMBERS
 
 
