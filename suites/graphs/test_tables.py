@@ -119,6 +119,8 @@ def counted(call: Call) -> list[str]:
 def test_the_tables_here_are_the_instruments() -> None:
     assert ALLOCATING.keys() == tape.ALLOCATIONS
     assert REBINDING.keys() == tape.REBINDING
+    ruled = [str(one) for one in CONDITIONAL.keys() - host_syncs.CONDITIONAL.keys()]
+    assert not ruled, f"{ruled} read on the host with some arguments alone: others are captured"
     assert CONDITIONAL.keys() == host_syncs.CONDITIONAL.keys()
     assert ALWAYS.keys() == host_syncs.ALWAYS
     unseen = [getattr(one, "__name__", one) for one in CALLS.keys() - host_syncs.CALLS.keys()]
