@@ -171,7 +171,8 @@ def test_the_host_knows_padded_accept_lengths_where_the_batch_did() -> None:
     batch = extend_batch(V2, [19, 16, 18], [1, 3, 2])
     batch.spec_info.num_accept_tokens_cpu = [1, 3, 2]
     runner.replay(batch)
-    assert batch.spec_info.num_accept_tokens_cpu == [1, 3, 2]
+    kept = "a replay pads a copy: the batch's own num_accept_tokens_cpu is as long as before"
+    assert batch.spec_info.num_accept_tokens_cpu == [1, 3, 2], kept
     planned = runner.attn_backend.plans[-1].spec_info
     assert planned.num_accept_tokens_cpu == [1, 3, 2, WIDTH]
     assert planned.num_tokens_per_req == WIDTH
@@ -204,7 +205,8 @@ def test_another_extend_than_captured_is_refused() -> None:
         "hidden_states = None": batch.with_changes(spec_info=EagleDraftExtendInput(None, accepted)),
     }
     for message, other in others.items():
-        assert not runner.can_run(other)
+        rule = f"a batch of {message} does not fit a graph that was captured otherwise"
+        assert not runner.can_run(other), rule
         with pytest.raises(ContractError, match=message):
             runner.replay(other)
 

@@ -10,6 +10,7 @@ import torch
 
 from fixtures.toys.toy_graph import ToyBackend, toy_batch, toy_forward, toy_pools
 from harness.errors import CapacityError, CaptureViolation, ContractError, UsageError
+from harness.graphs.static_inputs import Extent, Field, Rows, StaticInputs
 from harness.graphs.tape import Tape
 from harness.graphs.target_verify_runner import TargetVerifyRunner
 from harness.upstream.forward_batch_info import (
@@ -93,6 +94,15 @@ def seen(runner: TargetVerifyRunner, mask: torch.Tensor | None) -> list[float]:
     return logits[:, 5].tolist()
 
 
+def test_a_custom_mask_begins_with_true_whatever_its_memory_held() -> None:
+    mask = torch.zeros(15, dtype=torch.bool)
+    field = Field(
+        name="custom_mask", read=lambda _: None, pad=True, dtype=mask.dtype, rows=Rows.ANY
+    )
+    StaticInputs((), Extent(2, 6, 2, 6), mask.device).adopt(field, mask)
+    assert mask.all(), "a backend's mask buffer is filled with True when a runner takes it over"
+
+
 def test_a_mask_is_copied_into_the_backends_buffer_and_padded_with_true() -> None:
     runner = make(mask_size=15)
     mask = runner.attn_backend.verify_mask
@@ -119,6 +129,14 @@ def test_a_mask_written_in_place_is_left_as_it_is() -> None:
 def test_a_mask_longer_than_its_buffer_does_not_fit() -> None:
     with pytest.raises(CapacityError, match=r"len\(custom_mask\) = 16 .* at most 15"):
         seen(make(mask_size=15), torch.ones(16, dtype=torch.bool))
+
+
+def is_refused(runner: TargetVerifyRunner, batch: ForwardBatch) -> bool:
+    try:
+        runner.run(batch)
+    except ContractError:
+        return True
+    return False
 
 
 def test_run_wants_its_own_prepare() -> None:
@@ -148,6 +166,8 @@ def test_run_wants_its_own_prepare() -> None:
 
 def test_a_prepare_that_fails_leaves_nothing_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, batch = make(), verify(5, 9, 7)
+    rule = "run without a prepare is refused: it would replay on another batch's metadata"
+    assert is_refused(runner, batch), rule
     runner.prepare(batch)
     with monkeypatch.context() as broken:
         fails = Mock(side_effect=ContractError("no plan"))

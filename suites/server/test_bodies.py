@@ -77,7 +77,9 @@ def test_a_key_is_asked_for(fresh_server):
     served = fresh_server(api_key="open sesame", context_length=64)
     for headers in ({}, {"Authorization": "Bearer open"}):
         answer = requests.get(f"{served.url}/server_info", headers=headers, timeout=10)
-        assert (answer.status_code, answer.json()["error"]["type"]) == (401, "Unauthorized")
+        said = f"another API key than the server's, or none, is answered 401: {headers}"
+        assert answer.status_code == 401, said
+        assert answer.json()["error"]["type"] == "Unauthorized"
     assert requests.get(f"{served.url}/health", timeout=10).ok
     assert requests.get(f"{served.url}/health_generate", timeout=10).status_code == 401
     assert served.client.generate([5, 6], 2).completion_tokens == 2

@@ -77,6 +77,13 @@ def test_an_absent_server_raises_at_once(slept: list[float]) -> None:
     assert slept == []
 
 
+def test_a_server_that_answers_400_is_busy_and_has_not_flushed() -> None:
+    with StubServer(script(BUSY)) as server, pytest.raises(ServerError) as raised:
+        flush(server.url, deadline_s=0.0)
+    said = "a server that answers 400 is busy: it has not flushed, and is asked again"
+    assert isinstance(raised.value, Busy), said
+
+
 def test_busy_is_tried_again_until_it_succeeds() -> None:
     with StubServer(script(BUSY, BUSY, DONE)) as server:
         flushed = flush(f"{server.url}/", deadline_s=9.0, api_key="secret")

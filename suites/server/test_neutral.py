@@ -68,6 +68,13 @@ def test_every_row_takes_its_values_and_no_other(model, least, name, values):
         assert (error["type"], error["loc"][-1]) == (neutral_fields.NOT_NEUTRAL, name)
 
 
+def test_a_field_that_takes_the_number_0_refuses_false():
+    with pytest.raises(ValidationError) as refused:
+        protocol.GenerateRequest.model_validate({"text": "def", "top_logprobs_num": False})
+    [error] = refused.value.errors()
+    assert (error["type"], error["loc"][-1]) == (neutral_fields.NOT_NEUTRAL, "top_logprobs_num")
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

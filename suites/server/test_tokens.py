@@ -72,6 +72,8 @@ def test_other_pairs_and_versions(fresh_server: FreshServer, pair: str, spec: st
     calls = [lambda prompt=prompt: served.client.generate(prompt, shipped.NEW) for prompt in texts]
     for index, answer in enumerate(together(4, calls)):
         expected = load_prompt(pair, index)
+        count = len(answer.output_ids)
+        assert count == shipped.NEW, f"no chunk of a stream leaves out a token: {count} came"
         assert answer.output_ids == expected.token_ids
         rounds = 0 if spec == "none" else len(expected.accept_lengths)
         said = "spec_verify_ct of meta_info counts the verifies of the request"

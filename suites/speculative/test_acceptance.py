@@ -37,7 +37,8 @@ def logits_for(choices: list[list[int]]) -> torch.Tensor:
 def test_one_chain(name: str) -> None:
     chain, choices, length, bonus = VERDICTS[name]
     verdict = verify_greedy(torch.tensor([chain]), logits_for([choices]))
-    assert verdict.accept_lens.tolist() == [length]
+    said = "a chain is accepted up to its first draft token that the target does not predict"
+    assert verdict.accept_lens.tolist() == [length], said
     assert verdict.accept_lens.dtype == torch.int32
     assert verdict.predicted.tolist() == [choices]
     assert verdict.emitted.tolist() == [[i < length for i in range(4)]]
@@ -94,7 +95,10 @@ def test_masks_of_any_number_and_width(bs: int, width: int) -> None:
     ]
     buffer = torch.zeros(len(cells) + 3, dtype=torch.bool)
     fill_full_mask(buffer, torch.tensor(seq_lens), width)
-    assert buffer.tolist() == [*cells, False, False, False]
+    found = buffer.tolist()
+    told = "no draft token sees one that follows it, in any request of a batch"
+    assert not any(seen and not due for seen, due in zip(found, cells, strict=False)), told
+    assert found == [*cells, False, False, False]
 
 
 def test_no_chain_at_all() -> None:
@@ -133,6 +137,11 @@ def test_the_mask_is_written_in_place_and_nothing_behind_it(
     address = buffer.data_ptr()
     fill_full_mask(buffer, torch.tensor(seq_lens, dtype=dtype), width)
     assert buffer.data_ptr() == address
+    sizes = [width * (n + width) for n in seq_lens]
+    for n, part in zip(seq_lens, buffer[: len(cells)].split(sizes), strict=True):
+        seen = part.view(width, n + width)
+        assert seen[:, :n].all(), "every draft token attends to the whole history"
+        assert seen[:, n:].diagonal().all(), "every draft token attends to itself"
     assert buffer.tolist() == cells + [before] * 7
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from fixtures.toys.toy import TARGET, VOCAB, expected_generation
+from fixtures.toys.toy import DRAFT, TARGET, VOCAB, expected_generation
 from fixtures.toys.toy_engine import PROMPTS, spec_config, toy_engine
 from harness.engine.request import Generation
 
@@ -36,8 +36,15 @@ def test_tokens_and_accept_lengths_are_those_of_whole_sequences(
 @pytest.mark.parametrize("chunk_size", [1, 3, 4, 5, 100])
 @pytest.mark.parametrize("version", [1, 2], ids=["draft_extend_v1", "draft_extend_v2"])
 def test_chunks_change_nothing(chunk_size: int, version: int) -> None:
-    engine = toy_engine(spec_config(3, 4, version), chunk_size=chunk_size).engine
-    assert_as_expected(engine.generate(PROMPTS, NEW), 3, 4)
+    toy = toy_engine(spec_config(3, 4, version), chunk_size=chunk_size)
+    generations = toy.engine.generate(PROMPTS, NEW)
+    chains = toy.trace.of("target_verify")[0].input_ids.view(-1, 4).tolist()
+    for prompt, (first, draft, *_) in zip(PROMPTS, chains, strict=False):
+        hidden = TARGET.dense(prompt).hidden_states
+        logits = DRAFT.dense([*prompt[1:], first], hidden).next_token_logits
+        told = "a request's drafts follow its own prompt, whichever chunk that ends in"
+        assert draft == int(logits[-1].argmax()), told
+    assert_as_expected(generations, 3, 4)
 
 
 CROWD = [[(7 * i + j * j) % VOCAB for j in range(1 + 5 * i % 23)] for i in range(37)]

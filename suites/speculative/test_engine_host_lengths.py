@@ -22,7 +22,8 @@ def test_host_lengths_are_the_devices_where_somebody_reads_them(version: int) ->
     for forward in toy.trace:
         assert forward.batch.seq_lens_cpu is not None
         assert forward.batch.seq_lens_cpu.tolist() == forward.batch.seq_lens.tolist()
-        assert forward.batch.seq_lens_sum == int(forward.batch.seq_lens.sum())
+        told = "seq_lens_sum is the sum of seq_lens"
+        assert forward.batch.seq_lens_sum == int(forward.batch.seq_lens.sum()), told
 
 
 def test_host_lengths_of_target_only_decoding_are_the_devices() -> None:
@@ -30,7 +31,9 @@ def test_host_lengths_of_target_only_decoding_are_the_devices() -> None:
     toy.engine.generate(PROMPTS[:3], 5)
     decodes = toy.trace.of("decode")
     assert len(decodes) == 4, "of max_new_tokens = 5 the prefill emits one and decodes four"
-    for batch in decodes:
+    for number, batch in enumerate(decodes, start=1):
+        told = "seq_lens grow by one with every token that is decoded"
+        assert batch.seq_lens.tolist() == [len(p) + number for p in PROMPTS[:3]], told
         assert batch.seq_lens_cpu is not None
         assert batch.seq_lens_cpu.tolist() == batch.seq_lens.tolist()
 

@@ -135,7 +135,8 @@ def test_the_scheduler_waits_for_the_last_main_operation_that_may_read() -> None
         streams.schedule(f"after {name}", nothing, writes=TABLE)
         waited.append(streams.issued[-1].after[Queue.MAIN])
     # Waits add up, so the third need not be told again of the first.
-    assert waited == [1, 1, 1, 4, 4]
+    said = "a wait for shared reads is one for the last operation that may read, for none after it"
+    assert waited == [1, 1, 1, 4, 4], f"{said}: a scheduler that runs ahead must not seem to wait"
     main = [operation for operation in streams.issued if operation.queue is Queue.MAIN]
     assert [operation.after.get(Queue.SCHEDULE, 0) for operation in main] == [0, 1, 2, 3, 4]
 
@@ -149,8 +150,12 @@ def test_a_wait_is_for_what_was_waited_for_too() -> None:
     streams.main_waits()
     streams.main("verify", nothing)
     streams.schedule("reserve", nothing, writes=TABLE)
+    after = streams.issued[2].after
+    assert Queue.MAIN in after, "that the plan queue waits for the main one is recorded"
+    said = "a wait is for the operations of the other queue: a queue's own are not counted as such"
+    assert after[Queue.MAIN] == 1, said
     assert streams.hazards() == []
-    assert streams.issued[2].after == {Queue.MAIN: 1, Queue.SCHEDULE: 1}
+    assert after == {Queue.MAIN: 1, Queue.SCHEDULE: 1}
     assert streams.issued[-1].after == {Queue.MAIN: 2, Queue.PLAN: 1, Queue.SCHEDULE: 1}
 
 
@@ -185,7 +190,8 @@ def test_what_was_scheduled_once_stays_observed() -> None:
     streams.schedule("idle", lambda: None, writes={})
     streams.main("verify", lambda: table.sum() + mapping.sum())
     reads = {operation.name: operation.reads for operation in streams.issued}
-    assert reads["draft"] == {"table"}
+    said = "what an operation reads counts, though nobody declared it"
+    assert reads["draft"] == {"table"}, said
     assert reads["verify"] == {"table", "mapping"}
 
 

@@ -70,7 +70,8 @@ def test_pages_are_known_by_the_token_behind_them():
     assert cache.acquire([99, *range(1, 9)]) == []
     assert cache.insert([*range(8), 99], 9, [1, 3]) == {3}
     assert cache.insert(range(9), 7, [4, 5]) == set()
-    assert PrefixCache(PagedAllocator(8, PAGE)).insert(range(9), 8, [1, 2]) == {1, 2}
+    whole = PrefixCache(PagedAllocator(8, PAGE)).insert(range(9), 8, [1, 2])
+    assert whole == {1, 2}, "a page that ends with the last computed token is cached, too"
 
 
 def test_the_least_recently_wanted_leaf_goes_first():
@@ -111,9 +112,24 @@ def test_a_prefix_that_was_wanted_again_outlives_one_that_was_not():
         cache.insert(tokens, 5, allocator.alloc(1))
     cache.release(cache.acquire(first))
     for gone in (second, third, first):
-        cache.ensure_free(allocator.available_pages + 1)
+        room = allocator.available_pages + 1
+        cache.ensure_free(room)
+        told = "ensure_free evicts released prefixes until as many pages are free as are needed"
+        assert allocator.available_pages == room, told
         assert cache.acquire(gone) == []
     assert cache.pages == 0
+
+
+def test_a_prefix_is_not_evicted_while_a_request_reads_it():
+    allocator = PagedAllocator(3, PAGE)
+    cache = PrefixCache(allocator)
+    read, unread = [*range(5)], [*range(20, 25)]
+    cache.insert(read, 5, allocator.alloc(1))
+    held = cache.acquire(read)
+    cache.insert(unread, 5, allocator.alloc(1))
+    cache.ensure_free(1)
+    assert cache.acquire(read) == held, "what a request reads stays, however long ago it was wanted"
+    assert cache.acquire(unread) == []
 
 
 def test_a_prefix_whose_request_ends_outlives_one_that_nobody_used_since():

@@ -19,9 +19,11 @@ from harness.engine.kv_manager import KVCacheManager
 from harness.engine.plan_stream import RecordedStreams
 from harness.engine.request import Request
 from harness.engine.shared_reads import observed
+from harness.graphs.draft_extend_runner import DraftExtendRunner
 from harness.subjects import SUBJECTS
 from harness.upstream.allocator import PagedAllocator, ReqToTokenPool
 from harness.upstream.base_attn_backend import SharedReadEnds
+from harness.upstream.forward_batch_info import ForwardBatch, LogitsProcessorOutput
 
 TABLE = "req_to_token"
 each_family = pytest.mark.parametrize("family", sorted(BACKENDS))
@@ -62,13 +64,25 @@ def test_an_extend_that_shares_its_rounds_table_is_not_waited_for(family: str) -
 
 
 @each_family
-def test_an_eager_extend_of_a_backend_that_shares_is_waited_for(family: str) -> None:
+def test_an_eager_extend_of_a_backend_that_shares_is_waited_for(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a backend says is said of its graphs; three requests exceed the largest."""
-    streams = RecordedStreams()
+    streams, replayed = RecordedStreams(), []
+    run = DraftExtendRunner.run
+
+    def counted(self: DraftExtendRunner, batch: ForwardBatch) -> LogitsProcessorOutput:
+        replayed.append(batch.batch_size)
+        return run(self, batch)
+
+    monkeypatch.setattr(DraftExtendRunner, "run", counted)
     engine = TinyPair(family).engine(spec_config(3, 4), graphs=True, streams=streams)
     engine.generate(PROMPTS[:3], 6)
     assert streams.hazards() == []
-    assert {"draft extend", "plan draft extend"} <= waited_for(streams)
+    assert replayed, "a draft extend that fits into a captured batch size replays its graph"
+    assert "draft extend" in waited_for(streams), "an eager draft extend is waited for"
+    said = "of a replayed draft extend that shares its round's table only the plan is waited for"
+    assert "plan draft extend" in waited_for(streams), said
 
 
 @each_family
@@ -83,7 +97,10 @@ def test_any_other_extend_is_waited_for(
     reads = any(TABLE in operation.reads for operation in operations(streams, "draft extend"))
     said = "a draft extend reads req_to_token while it runs exactly where its graph is replayed"
     assert reads is graphs, said
-    assert waited_for(streams) == {"plan prefill", "draft extend", "prefill"}
+    waited = waited_for(streams)
+    said = "only the plan is waited for of a prefill whose reads of req_to_token end before it runs"
+    assert "plan prefill" in waited, said
+    assert waited == {"plan prefill", "draft extend", "prefill"}
 
 
 @each_family
@@ -186,11 +203,14 @@ def test_an_operation_reads_what_it_is_given_and_a_view_is_no_read() -> None:
     table, other = torch.arange(12).view(3, 4), torch.zeros(4, dtype=torch.int64)
     shared = {"table": table, "other": other}
     cases: dict[str, tuple[Callable[[], object], set[str]]] = {
-        "a row": (lambda: table[1].clone(), {"table"}),
-        "by index": (lambda: table[torch.tensor([0, 2])], {"table"}),
-        "a view": (lambda: table[1:, 2:].T, set()),
-        "both": (lambda: other.copy_(table[2]), {"table", "other"}),
-        "neither": (lambda: torch.ones(3) + 1, set()),
+        "a row that is copied is read": (lambda: table[1].clone(), {"table"}),
+        "rows taken by index are read": (lambda: table[torch.tensor([0, 2])], {"table"}),
+        "a view is no read": (lambda: table[1:, 2:].T, set()),
+        "an operation that writes in place accesses what it writes, beside what it reads": (
+            lambda: other.copy_(table[2]),
+            {"table", "other"},
+        ),
+        "what is given neither reads neither": (lambda: torch.ones(3) + 1, set()),
     }
     for said, (work, names) in cases.items():
         result, read = observed(shared, work)

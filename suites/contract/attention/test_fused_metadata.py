@@ -55,6 +55,8 @@ RULES = {
     "unpad_rows": "a query row is found at its place among the padded rows of its request",
 }
 
+BEHIND = "a fill writes nothing behind its batch's rows: a request's pages end with its own row"
+
 
 def check_rows(buffers: MetadataBuffers, wanted: dict[str, list[Any]]) -> None:
     """Each buffer begins with these rows."""
@@ -100,7 +102,8 @@ class Scene:
         by_torch, fused = self.buffers
         for name in NAMES:
             one, other = getattr(by_torch, name), getattr(fused, name)
-            assert (one is other) or (one.dtype == other.dtype and torch.equal(one, other)), name
+            same = (one is other) or (one.dtype == other.dtype and torch.equal(one, other))
+            assert same, f"{name}: {BEHIND}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -271,18 +274,21 @@ def far_table(stride: int, rows: int, columns: int, device: torch.device) -> tor
 
 
 def test_a_request_lies_beyond_32_bits(device: torch.device) -> None:
-    # In 32 bits row 4 would begin at element 64, which is row 0's.
+    # In 32 bits row 4 would begin at element 64, which is row 0's; row 1 lies within them.
     table = far_table(2**30 + 16, 5, 128, device)
-    table[0], table[4] = 16 * 3, 16 * 9
+    table[0], table[1], table[4] = 16 * 3, 16 * 7, 16 * 9
     writer = MetadataWriter(
         TableLayout(req_to_token=table, page_size=16, width=6, swa_pool=None),
         needs_packed_mask=False,
         fused=True,
     )
     kind = KINDS["decode"]
-    buffers: MetadataBuffers = buffers_for(writer, kind, 1)
-    fill(writer, buffers, kind, Asked(rows=[4], lens=[40], queries=[1], locs=[0]))
-    assert buffers.page_table.tolist() == [[9, 9, 9, 0, 0, 0]]
+    buffers: MetadataBuffers = buffers_for(writer, kind, 2)
+    fill(writer, buffers, kind, Asked(rows=[1, 4], lens=[40] * 2, queries=[1] * 2, locs=[0] * 2))
+    near, far = buffers.page_table.tolist()
+    rule = "a request's pages are in its req_to_token row req_pool_indices[i], not in row i"
+    assert near == [7, 7, 7, 0, 0, 0], rule
+    assert far == [9, 9, 9, 0, 0, 0], "a row of req_to_token begins at a 64-bit offset"
 
 
 @pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if not kind.is_ragged])

@@ -106,7 +106,9 @@ def test_the_older_pair_is_the_three_phases() -> None:
     older = OlderContracts(backend, request_table(), mha_pool())
     older.init_forward_metadata_capture_cuda_graph(2, 6, ROWS, LENS, None, mode, spec)
     (_, planned, in_capture), last = backend.log
-    assert (in_capture, last) == (True, ("in", planned))
+    capture_hook = "init_forward_metadata_capture_cuda_graph"
+    assert in_capture, f"{capture_hook} plans with in_capture=True: the graph gets its own room"
+    assert last == ("in", planned)
     assert (planned.batch_size, planned.forward_mode, planned.spec_info) == (2, mode, None)
     assert (len(planned.input_ids), len(planned.out_cache_loc)) == (6, 6)
     assert planned.req_pool_indices.tolist() == [1, 3]
@@ -118,7 +120,10 @@ def test_the_older_pair_is_the_three_phases() -> None:
     )
     (_, planned, in_capture), last = backend.log
     assert (in_capture, last) == (False, ("in", planned))
-    assert (planned.seq_lens_sum, planned.seq_lens_cpu) == (13, seq_lens_cpu)
+    lens_on_host = planned.seq_lens_sum, planned.seq_lens_cpu
+    told = "hands on seq_lens_sum and seq_lens_cpu, for backends that read lengths on the host"
+    is_handed_on = lens_on_host == (13, seq_lens_cpu)
+    assert is_handed_on, f"init_forward_metadata_replay_cuda_graph {told}: {lens_on_host}"
     assert planned.req_pool_indices.tolist() == planned.seq_lens.tolist() == [9, 4]
 
 

@@ -105,6 +105,7 @@ class Requests:
         latent = {"q_rope": rope, "k_rope": rope}
         is_mla = isinstance(backend, TRTLLMMLABackend)
         q = torch.zeros(*heads, layer.v_head_dim if is_mla else layer.head_dim)
+        q += torch.arange(tokens)[:, None, None]  # so that a query row tells which it is
         carried: dict[str, Any] = latent if is_mla else {}
         backend.forward(q, q, q, layer, batch, save_kv_cache=False, **carried)
         return self.kernel.taken[-1]
@@ -112,7 +113,9 @@ class Requests:
     def check(self, call: AttentionCall, keys: list[int], seen: int = 0) -> None:
         """Lengths and pages of these many keys; a table may hold those of ``seen`` more."""
         assert call.seq_lens.tolist() == keys
-        assert CONTEXT <= call.max_seq_len <= CONTEXT + 2 * WIDTH
+        enough = "max_seq_len of a kernel call is no less than the longest context"
+        assert call.max_seq_len >= CONTEXT, enough
+        assert call.max_seq_len <= CONTEXT + 2 * WIDTH
         for row, table, n in zip(self.rows, call.block_tables.tolist(), keys, strict=True):
             used, most = -(-n // PAGE), -(-(n + seen) // PAGE)
             assert table[:used] == self.pages[row, :used].tolist()
@@ -160,6 +163,11 @@ def test_lengths_pages_and_queries(
         assert after <= {bs * WIDTH}, "rows after the last query take the zero row, no request's"
     call = requests.attend(backend, batch, tokens)
     if kind is TRTLLMMLABackend and mode.is_draft_extend():
+        starts = [0, *accumulate(new)]
+        requests_own = zip(starts, new, strict=False)
+        own = [start + min(i, n - 1) for start, n in requests_own for i in range(WIDTH)]
+        rule = "MLA pads a request's draft-extend queries with its own last query, not another's"
+        assert call.q[:, 0, 0].tolist() == own, rule
         # Its kernel has as many queries for each request: those after a request's own see more.
         keys = [n + WIDTH - m for n, m in zip(keys, new, strict=True)]
         requests.check(call, keys, seen=WIDTH)

@@ -37,6 +37,9 @@ from harness.upstream.forward_batch_info import (
 from harness.upstream.older_contracts import OlderContracts
 
 NOWHERE = torch.zeros(0, dtype=torch.int64)
+LONGEST = (
+    "max_q_len is the longest query the host knows, else a draft extend's width, else all rows"
+)
 
 
 # mode, query rows, what the batch carries, keys, cumulative queries, longest query
@@ -66,7 +69,7 @@ def test_lengths_and_pages_of_every_phase(
     assert metadata.cache_seqlens_int32.tolist() == keys
     assert metadata.cu_seqlens_q.tolist() == cu_q
     assert metadata.cu_seqlens_k.tolist() == [0, keys[0], sum(keys)]
-    assert metadata.geometry.max_q_len == longest
+    assert metadata.geometry.max_q_len == longest, LONGEST
     # Width: (22 + 3) tokens in pages of 4. Pages of 9 … 12 keys: three, of 8: two.
     second = [4, 12] if keys[1] == 8 else [4, 12, 1]
     assert metadata.page_table.tolist() == [
@@ -105,7 +108,8 @@ def test_a_longest_query_nobody_knows_is_what_the_batch_declares(declared: int) 
     spec = accepted(1, 2)
     assert plan(toy_backend(), v1, [9, 8], 9, spec_info=spec).geometry.max_q_len == DRAFTS
     one = accepted(1, width=declared)  # and no more than there are rows
-    assert plan(toy_backend(), v1, [9], 1, spec_info=one).geometry.max_q_len == 1
+    width = plan(toy_backend(), v1, [9], 1, spec_info=one).geometry.max_q_len
+    assert width == 1, "max_q_len is at most the number of query rows, whatever width is declared"
 
 
 @pytest.mark.parametrize("asked", [[(4, 8), (3, 9)], [(3, 9), (4, 8)]], ids=str)

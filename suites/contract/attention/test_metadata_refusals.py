@@ -175,5 +175,7 @@ def test_the_context_wall(committed: int) -> None:
     if committed == CONTEXT:
         planner.forward(q, kv, kv, mha_layer(), batch)
         return
-    with pytest.raises(KernelRefusal, match=r"max_seq_len = 25 .* >= 26"):
+    with pytest.raises(KernelRefusal, match=r"max_seq_len = \d+ .* >= 26") as refused:
         planner.forward(q, kv, kv, mha_layer(), batch)
+    told = "a kernel's max_seq_len is the context length and a round's draft tokens"
+    assert "max_seq_len = 25 " in str(refused.value), told

@@ -72,7 +72,8 @@ def test_swa_layers_read_and_write_the_swa_pool(mode: ForwardMode) -> None:
     full_before = scene.pool.full_pool.k_buffer[0].clone()
     obtained = scene.forward(batch, inputs, mha_layer(1, sliding_window_size=5))
     swa, out = scene.pool.swa_pool, []
-    assert torch.equal(swa.k_buffer[0][mapping[batch.out_cache_loc]], inputs["k"])
+    written = torch.equal(swa.k_buffer[0][mapping[batch.out_cache_loc]], inputs["k"])
+    assert written, "keys of SWA layers go where full_to_swa_index_mapping said at planning"
     assert torch.equal(scene.pool.full_pool.k_buffer[0], full_before)
     for row, n, part in zip(ROWS, TOTALS, inputs["q"].split(q_lens), strict=True):
         at = mapping[slots(row, 0, n)]

@@ -24,7 +24,7 @@ from harness.attention.multi_step_draft import (
     TRTLLMMLAMultiStepDraftBackend,
 )
 from harness.core.capability import REFERENCE
-from harness.errors import ContractError, UsageError
+from harness.errors import CapacityError, ContractError, UsageError
 from harness.kernels.reference import TorchPaged
 from harness.upstream.base_attn_backend import decide_needs_cpu_seq_lens
 from harness.upstream.forward_batch_info import EagleDraftInput, ForwardBatch, ForwardMode
@@ -65,7 +65,11 @@ def test_a_smaller_runners_state_leaves_room_for_the_first_ones(kind: Any) -> No
     batch = draft_batch(multi_step)
     for max_bs in (2, 1):
         multi_step.init_cuda_graph_state(max_bs, max_bs)
-    multi_step.init_forward_metadata_out_graph(batch, in_capture=True)
+    try:
+        multi_step.init_forward_metadata_out_graph(batch, in_capture=True)
+    except CapacityError as error:
+        told = "init_cuda_graph_state of a smaller runner keeps the buffers that graphs read"
+        pytest.fail(f"{told}: {error}")
     multi_step.init_forward_metadata_in_graph(batch)
     planned = [step.forward_metadata for step in multi_step.attn_backends]
     assert [m.cache_seqlens_int32.tolist() for m in planned] == [[8, 5], [9, 6], [10, 7]]
@@ -86,11 +90,10 @@ def test_each_step_sees_one_more_key(kind: Any, is_graph: bool) -> None:
     planned = [step.forward_metadata for step in multi_step.attn_backends]
     assert [m.cache_seqlens_int32.tolist() for m in planned] == [[8, 5], [9, 6], [10, 7]]
     # Token 8 of row 1 opens its third page; captured steps read the last one's table.
-    assert [m.page_table[0, :4].tolist() for m in planned] == [
-        [7, 2, 11, 0] if is_graph else [7, 2, 0, 0],
-        [7, 2, 11, 0],
-        [7, 2, 11, 0],
-    ]
+    tables = [m.page_table[0, :4].tolist() for m in planned]
+    rule = "phases that share a page table find the pages of num_table_keys in it, not of their own"
+    assert not is_graph or tables == [[7, 2, 11, 0]] * 3, rule
+    assert is_graph or tables == [[7, 2, 0, 0], [7, 2, 11, 0], [7, 2, 11, 0]]
     assert {m.cu_seqlens_q.tolist()[-1] for m in planned} == {2}
     # (22 + 4) tokens in pages of 4.
     assert {m.page_table.shape for m in planned} == {(2, 7)}

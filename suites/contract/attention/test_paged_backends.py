@@ -77,7 +77,8 @@ def test_every_phase_equals_dense_and_pads_with_zeros(
     assert written(scene, torch.arange(scene.pool.num_pages * 4)).isfinite().all()
     torch.testing.assert_close(obtained[:tokens], scene.expected(inputs, q_lens))
     width = scene.layer.tp_q_head_num * scene.layer.v_head_dim
-    assert torch.equal(obtained[tokens:], torch.zeros(padding, width))
+    zeros = torch.zeros(padding, width)
+    assert torch.equal(obtained[tokens:], zeros), "rows of padding after the last query are zero"
     assert scene.kernel.calls == [mha_entry if scene_of is MHAScene else mla_entry]
 
 

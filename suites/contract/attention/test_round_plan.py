@@ -25,6 +25,8 @@ from harness.upstream.base_attn_backend import SharedReadEnds
 from harness.upstream.forward_batch_info import ForwardMode
 
 FILLED = "the draft of a shared round has filled what its verify reads: a verify fills nothing"
+HELD = "a round's page table has room for the keys of its draft steps and of its verify, the more"
+EXTEND_HELD = "seq_lens of an extend count the verify's tokens, which its table needs no pages for"
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -39,7 +41,8 @@ def test_one_table_serves_the_round(steps: int, drafts: int, family: str) -> Non
         table = trio.parts()[0].page_table
         version = table._version
         assert trio.fill(EXTEND, seq_lens)
-        assert table._version == version
+        again = "the draft of a shared round has filled its page table: an extend fills it no more"
+        assert table._version == version, again
         offsets = [*range(1, steps), drafts, drafts]
         for part, offset in zip(trio.parts(), offsets, strict=True):
             keys = [n + offset for n in seq_lens]
@@ -48,8 +51,10 @@ def test_one_table_serves_the_round(steps: int, drafts: int, family: str) -> Non
             assert part.cu_seqlens_q[-1] == len(keys) * part.geometry.max_q_len
             assert part.page_table.data_ptr() == table.data_ptr()
             # The extend counts from the end of the verify.
-            num_table_keys = max(steps - 1, drafts) - (drafts if part is trio.parts()[-1] else 0)
-            assert part.geometry.table_offset == num_table_keys
+            is_extend = part is trio.parts()[-1]
+            num_table_keys = max(steps - 1, drafts) - (drafts if is_extend else 0)
+            rule = EXTEND_HELD if is_extend else HELD
+            assert part.geometry.table_offset == num_table_keys, rule
         for row, length, request in zip(table.tolist(), seq_lens, (1, 3), strict=False):
             held = slots(request, 0, length + max(steps - 1, drafts))[::4] // 4
             assert row == held.tolist() + [0] * (len(row) - len(held))

@@ -188,6 +188,8 @@ def test_a_workspace_is_not_made_during_capture(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(workspace, "_SHARED", {})
     cpu = torch.device("cpu")
     known = workspace.workspace("prefill", cpu)
+    again = workspace.workspace("prefill", cpu)
+    assert again is known, "calls share a workspace: one that was made is not made again"
     monkeypatch.setattr(workspace, "is_readable", lambda _: False)
     assert workspace.workspace("prefill", cpu) is known
     with pytest.raises(CaptureViolation, match="the workspace of xqa on cpu is made during"):

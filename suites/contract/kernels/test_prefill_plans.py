@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -26,7 +27,11 @@ class Plan:
         self.filled: Filled | None = None
         self.made.append(geometry)
 
-    def fill(self, cu_seqlens_q: torch.Tensor, *_: torch.Tensor) -> None:
+    def fill(
+        self, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, block_tables: torch.Tensor
+    ) -> None:
+        told = "a plan is as wide as the block tables of its calls, however many keys they have"
+        assert self.geometry.table_width == block_tables.shape[1], told
         self.lens = cu_seqlens_q.diff().tolist()
         FILLS.append(self.lens)
 
@@ -59,7 +64,7 @@ def call(*lens: int, forward: object | None = None) -> ContextCall:
         caches=(cache, cache),
         block_tables=torch.zeros(len(lens), 4, dtype=torch.int32),
         seq_lens=counts,
-        max_seq_len=64,
+        max_seq_len=max(lens),
         bmm1_scale=1.0,
         bmm2_scale=1.0,
         out_dtype=torch.float32,
@@ -145,7 +150,12 @@ def test_a_plan_that_a_graph_reads_is_filled_in_every_layer(captures: list[bool]
     prefill(call(4, 4, forward=forward))
     captures[0] = True
     prefill(call(4, 4))
+    with suppress(CaptureViolation):
+        prefill(call(5, 4))
+    assert len(Plan.made) == 1, "nothing is planned on the host while a graph is captured"
     captures[0] = False
+    told = "a plan is filled for every prompt, though one of the same geometry has filled it"
+    assert FILLS == [[4, 4]] * 2, told
     FILLS.clear()
     layer = call(4, 1, forward=forward)
     for _ in range(2):
@@ -155,6 +165,8 @@ def test_a_plan_that_a_graph_reads_is_filled_in_every_layer(captures: list[bool]
         )
         # A replay writes the plan's buffers, and nobody here is told.
         prefill._captured[Plan.made[0]].lens = [9, 9]
+    rows = rows_of(prefill(layer))
+    told = "an eager layer fills the plan again that a replay may have written"
+    assert FILLS == [[4, 1]] * 3, told
     told = "a query's row is gathered from its request's rows of the plan"
-    assert rows_of(prefill(layer)) == [4, 4, 4, 4, 1], told
-    assert FILLS == [[4, 1]] * 3, "a layer fills the plan again that a replay may have written"
+    assert rows == [4, 4, 4, 4, 1], told

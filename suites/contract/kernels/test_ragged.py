@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.kernels.interface import ContextCall, DecodeCall
-from harness.kernels.ragged import context_by_decode
+from harness.kernels.ragged import context_by_decode, request_and_index
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,9 @@ def test_calls_of_a_ragged_batch(
     tokens, history = sum(lens), 10
     cache = torch.zeros(4, 16, 1, 8)
     asked: list[DecodeCall] = []
+    request, _ = request_and_index(ends, tokens)
+    told = "a token is of the request whose part of cu_seqlens_q it lies in, from its first on"
+    assert request.tolist() == [i for i, count in enumerate(lens) for _ in range(count)], told
 
     def decode(call: DecodeCall) -> torch.Tensor:
         """Each query's own number, and how many keys it sees."""
@@ -56,7 +59,10 @@ def test_calls_of_a_ragged_batch(
     told = "a kernel keeps its schedule for the keys of one call: no two calls share a forward"
     shared = [call.forward for call in asked if call.forward is not None]
     assert len({*map(id, shared)}) == len(shared) <= len(asked), told
-    assert [call.q_len_per_req for call in asked] == widths, "calls are as few as the bound allows"
+    found = [call.q_len_per_req for call in asked]
+    assert sum(found) >= bound, "calls compute every query that max_q_len allows, the last ones too"
+    assert len(found) == len(widths), "calls are as few as the bound allows"
+    assert found == widths, "a call is as wide as max_q_len or as the kernel, whichever is less"
     assert all(int(call.seq_lens.min()) > 0 for call in asked), (
         "a request without queries has a key"
     )

@@ -115,7 +115,8 @@ def test_packed_mask_reaches_its_third_word() -> None:
     assert [int(w) for w in mask[0, 17].to(torch.int32)] == [0xFFFF, 0b11, 0, 0]
     key, position = torch.arange(38), torch.arange(5, 38)[None]
     seen = torch_attention.visible_keys(position, 38, Softmax(1.0, packed_mask=mask))
-    assert torch.equal(seen, key <= position[..., None])
+    told = "bit i % 16 of word i // 16 of a packed mask says whether the i-th key is seen"
+    assert torch.equal(seen, key <= position[..., None]), told
 
 
 def test_a_query_that_sees_nothing_yields_zeros() -> None:

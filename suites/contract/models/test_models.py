@@ -218,6 +218,8 @@ def test_rotary_layouts(rotate, expected):
 
 
 def test_rms_norm_by_hand():
+    tiny = rms_norm(torch.tensor([[3e-4, 4e-4]]), torch.ones(2), 3.5)
+    assert tiny.max() < 1e-3, "eps is added to the mean square, so that tiny values stay tiny"
     # mean square of (3, 4) is 12.5; with eps 3.5 the root is 4.
     normed = rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([2.0, 10.0]), 3.5)
     assert normed.tolist() == [[1.5, 10.0]]

@@ -80,6 +80,9 @@ def test_attention_is_the_backends(family):
             attn_backend=spy, spec_info=SimpleNamespace(hidden_states=torch.randn(9, 48))
         )
         model.forward(TEXT, torch.arange(9), run_with)
+        told = "attention is scaled by head size ** -0.5, of MLA's nope and rope parts together"
+        scales = {called.scaling for called, _ in spy.calls}
+        assert scales == {layer(0).scaling}, told
         assert [called for called, _ in spy.calls] == [layer(i) for i in range(layers)]
         assert [own.attention for own in model.layers] == [layer(i) for i in range(layers)]
         for _, handed in spy.calls:

@@ -83,7 +83,13 @@ LAYER = SimpleNamespace(tp_q_head_num=HEADS, head_dim=QK, v_head_dim=V, scaling=
 
 
 def test_chunks_and_new_tokens_make_the_whole(rows):
-    prefill = PerHeadPrefill(attend)
+    is_causal = []
+
+    def noted(*args, causal, **options):
+        is_causal.append(causal)
+        return attend(*args, causal=causal, **options)
+
+    prefill = PerHeadPrefill(noted)
     queries = torch.cat([q for q, _, _ in rows])
 
     def answer(spans, **changes):
@@ -96,7 +102,8 @@ def test_chunks_and_new_tokens_make_the_whole(rows):
 
     new = [(c, c + n) for n, c in zip(NEW, CACHED, strict=True)]
     out, log_sums = answer(new)
-    assert log_sums.shape == (sum(NEW), HEADS)
+    said = "log-sum-exps are [tokens, heads], as merge_state reads them: each of its own token"
+    assert log_sums.shape == (sum(NEW), HEADS), said
     assert log_sums.is_contiguous()
     found = out, log_sums
     for chunk in range(2):
@@ -110,6 +117,8 @@ def test_chunks_and_new_tokens_make_the_whole(rows):
             prefix_chunk_max_seq_lens=[max(each) for each in lengths],
         )
         found = merged(found, part)
+    said = "new tokens attend causally among themselves, and to all cached tokens of each chunk"
+    assert is_causal == [True, False, False], said
     expected, *_ = attend(
         queries,
         *(torch.cat([row[at] for row in rows]) for at in (1, 2)),

@@ -119,7 +119,13 @@ class Server:
         return self._hooks[target](original, *args)
 
 
-@pytest.mark.parametrize(("mode", "of_another_rank"), [(EXTEND, False), (DECODE, True)])
+@pytest.mark.parametrize(
+    ("mode", "of_another_rank"),
+    [
+        pytest.param(EXTEND, False, id="prefill"),
+        pytest.param(DECODE, True, id="decode-in-a-prefill-of-another-rank"),
+    ],
+)
 def test_a_server_tells_the_phases_of_its_steps(
     clock: Clock, mode: SimpleNamespace, of_another_rank: bool
 ) -> None:
@@ -150,6 +156,9 @@ def test_a_server_tells_the_phases_of_its_steps(
             server.call("V2.forward_batch_generation", worker, decode, inside=step)
     found = server.call("get_internal_state", worker).internal_state
     assert found["other"] == 1
+    gap_us, _ = found["phases"].get("host_gap", (0, 0))
+    batch = "an idle or decode batch in another rank's prefill" if of_another_rank else "a prefill"
+    assert gap_us < 90, f"{batch} is OUTSIDE of every step: its time is no host gap"
     assert found["phases"] == {
         "host_gap": [pytest.approx(0.053), 3],
         "draft": [pytest.approx(0.3), 3],

@@ -268,6 +268,17 @@ def test_few_servers_at_a_time_measure_the_same_blocks(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("name", ["warm_ups", "passes"])
+def test_a_run_is_not_resumed_with_another_number_of(name, tmp_path, monkeypatch):
+    out, lab = tmp_path / "bench.jsonl", Lab(monkeypatch)
+    lab.stop_after = 1
+    with pytest.raises(KeyboardInterrupt):
+        lab.run(out)
+    lab.stop_after = 10**9
+    with pytest.raises(UsageError, match=f"{name} of session candidate = 9 is not accepted"):
+        lab.run(out, resume=True, **{name: 9})
+
+
 def test_an_interrupted_run_goes_on_at_the_block_it_was_in(tmp_path, monkeypatch):
     out, lab = tmp_path / "bench.jsonl", Lab(monkeypatch)
     lab.stop_after = 9
@@ -285,9 +296,6 @@ def test_an_interrupted_run_goes_on_at_the_block_it_was_in(tmp_path, monkeypatch
         lab.run(out, workloads=(SMALL, LARGE), roles=(Role.SAME,), resume=True)
     with pytest.raises(UsageError, match="blocks_at_most = 40 is not accepted; accepted: 16, as"):
         lab.run(out, workloads=(SMALL, LARGE), blocks_at_most=40, resume=True)
-    for name in ("warm_ups", "passes"):
-        with pytest.raises(UsageError, match=f"{name} of session candidate = 9 is not accepted"):
-            lab.run(out, workloads=(SMALL, LARGE), resume=True, **{name: 9})
     found = lab.run(out, workloads=(SMALL, LARGE), resume=True)
     assert verdict(found).verdict is BenchVerdict.OK
     resumed = [event[1] for event in lab.events[before:] if event[0] == "measure"]

@@ -90,7 +90,8 @@ def test_bundle_comes_out_as_it_went_in(wheel: Path, tmp_path: Path) -> None:
     assert (site / "pack/data/kernel.cu").read_bytes() == WHEEL["pack/data/kernel.cu"]
     assert (site / "pure/__init__.py").read_bytes() == b"moved"
     programs = [path for path in site.rglob("*") if path.is_file() and os.access(path, os.X_OK)]
-    assert programs == [site / PROGRAM]
+    said = "a program that a wheel marks executable, and no other file, is so when unpacked"
+    assert programs == [site / PROGRAM], said
     assert (site / "specgate-wheels/0.5.14/backend.py").read_text() == "0.5.14"
 
 

@@ -134,12 +134,14 @@ def test_labels_that_run_out_do_not_hide_the_failure():
 def test_exact_data_tells_index_and_dtype():
     table = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
     assert compare_exact("page_table", table.clone(), table).passed
+    of_int64 = compare_exact("page_table", table.long(), table)
+    assert not of_int64.passed, "exact data of another dtype does not pass: int64 for int32"
     other = table.clone()
     other[1, 0] = 7
     red = compare_exact("page_table", other, table)
     assert red.verdict is Verdict.BROKEN_INVARIANT
     assert red.message == "page_table: Value of root['values'][1][0] changed from 3 to 7."
-    assert "torch.int64" in compare_exact("page_table", table.long(), table).message
+    assert "torch.int64" in of_int64.message
     red = compare_exact("lens", {"q": (1, 2)}, {"q": [1, 3]}, Verdict.WRONG_GOLDEN)
     assert (red.verdict, red.bad_rows) == (Verdict.WRONG_GOLDEN, 1)
     assert not compare_exact("flag", 1, True).passed

@@ -29,7 +29,8 @@ def test_a_page_is_evicted_as_soon_as_it_is_left_of_the_window(prefix: int, evic
 
 @pytest.mark.parametrize("family", ["mha", "mla"])
 def test_scores_of_weighted_inputs_are_whole_multiples_of_log_2(family: str) -> None:
-    inputs = make_trial_inputs(find(f"{family}-decode-weighted_fp8_cache"))
+    case = find(f"{family}-decode-weighted_fp8_cache")
+    inputs = make_trial_inputs(case)
     weights = inputs.weights
     q, k = (weights.q, weights.k) if family == "mha" else (weights.q_rope, weights.k_rope)
     assert q is not None
@@ -38,6 +39,8 @@ def test_scores_of_weighted_inputs_are_whole_multiples_of_log_2(family: str) -> 
     positions = torch.tensor([position for _, position in inputs.traced])
     assert positions.max() > 60
     query, key = (rotate(table[0][tokens], positions)[:, 0] for table in (q, k))
+    said = "softmax weights of weighted rows are powers of two, which an FP8 kernel does not round"
+    assert weights.scaling * case.k_scale == pytest.approx(math.log(2)), said
     scores = query.double() @ key.double().T * weights.scaling / math.log(2)
     expected = -(tokens % 8).double().expand_as(scores)
     said = "keys of weighted rows are what their FP8 cache holds times its k_scale"

@@ -20,6 +20,7 @@ from harness.differential.expected import Answer, Expected, expect
 from harness.differential.golden import Golden, GoldenStore, judge_by_golden, kept, project
 from harness.differential.trial import run_trial
 from harness.errors import GoldenError
+from harness.oracle import FollowedText
 from harness.subjects import SUBJECTS
 from suites.differential import test_goldens
 from suites.speculative import test_golden_prompts
@@ -230,6 +231,23 @@ def test_a_prompts_golden_is_the_oracles(name: str, place: int) -> None:
     facts = {key: list(values) for key, values in vars(text(name, place)).items()}
     with pytest.raises(AssertionError):
         test_golden_prompts.test_prompt(*PROMPT, Store(replace(golden, facts=facts)))
+
+
+def test_the_oracle_is_asked_about_a_text_that_is_not_the_goldens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = load_prompt(*PROMPT)
+    oracles = FollowedText(
+        shortfalls=(0.5,),
+        best_ids=right.token_ids,
+        accept_lengths=right.accept_lengths,
+        step_shortfalls=(),
+    )
+    monkeypatch.setattr(followed, "follow", lambda *_, **__: oracles)
+    monkeypatch.setattr(followed, "oracle", lambda _: ())
+    found = followed.followed.__wrapped__(*PROMPT, text("token_ids", 9).token_ids)
+    said = "a text that parts from the golden is judged along the oracle, not taken for the golden"
+    assert found is oracles, said
 
 
 @pytest.mark.parametrize(

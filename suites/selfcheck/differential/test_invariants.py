@@ -106,7 +106,9 @@ def test_well_formed_metadata_has_no_violation():
     ],
 )
 def test_malformed_metadata(field, value, violation):
-    (found,) = check_metadata(replace(PLANNED, **{field: value}), **GIVEN)
+    told = check_metadata(replace(PLANNED, **{field: value}), **GIVEN)
+    assert told, f"metadata whose {field}{violation} is a violation"
+    (found,) = told
     assert found.startswith(field + violation)
 
 
@@ -115,6 +117,13 @@ def test_missing_swa_table_and_wrong_swa_pages():
     assert check_metadata(PLANNED, **GIVEN, **swa) == [
         "swa_page_table is missing [geometry frozen at capture]"
     ]
+    of_others = replace(PLANNED, swa_page_table=int32([[3, 0, 0], [1, 2, 6], [0, 0, 0]]))
+    found = check_metadata(of_others, **GIVEN, **swa)
+    is_told = [line.split(",")[0] for line in found] == [
+        "swa_page_table[0] has live pages [3]",
+        "swa_page_table[1] has live pages [1",
+    ]
+    assert is_told, "a page table's row that names pages of another request is a violation"
     full = replace(PLANNED, swa_page_table=PLANNED.page_table)
     found = check_metadata(full, **GIVEN, **swa)
     assert [line.split(" [")[0] for line in found] == [

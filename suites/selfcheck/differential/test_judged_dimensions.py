@@ -170,7 +170,10 @@ def test_a_fault_in_one_slot_of_the_cache_is_red(row: str) -> None:
             buffer[slot] = 7.0
             found = messages(result, row)
             buffer[slot] = kept
-            assert found, f"nobody noticed slot {slot} of {name}"
+            padding = "the padding page beyond the padded lanes' slot 0"
+            others = "a slot of others" if slot >= size else padding
+            does = f"overwrites {others}" if slot in strays else "writes a wrong KV row"
+            assert found, f"a forward that {does} turns the trial red: slot {slot} of {name}"
             stray = f"{name} slot {slot} (page {slot // size}) and 0 more: was overwritten"
             assert found[0].startswith(stray if slot in strays else "kv_cache.")
     assert messages(result, row) == []

@@ -50,6 +50,8 @@ def test_a_forward_that_writes_the_request_table(
     is_counted = f"[{OPERATIONS}]" in record.message
     assert is_counted, "operations that this batch has beyond the formula are counted and told"
     cause = f"req_to_token[{row}, 3] and 0 more: was "
+    is_told = cause in record.message
+    assert is_told, "what breaks while a subject runs turns the trial red: a write to req_to_token"
     assert record.message.startswith(cause), "a message tells causes before operations"
     assert f", is 7 [{INDEX_SPACE}]; " in record.message
     assert record.message.endswith(f"[{OPERATIONS}]")

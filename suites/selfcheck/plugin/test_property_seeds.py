@@ -40,6 +40,7 @@ def test_a_property(seeds, past):
 def test_that_draws_nothing():
     Path("drew_nothing").touch()
 """
+DRAWS_ON = "with --property-seconds a test draws from new seeds, one by one, until its time is over"
 Run = Callable[..., pytest.RunResult]
 
 
@@ -82,7 +83,7 @@ def test_a_budget_counts_on_from_a_random_seed_and_runs_nothing_else(run: Run) -
         run("--property-seconds", 1).assert_outcomes(passed=1, deselected=1)
         assert not Path("drew_nothing").exists()
         given = list(map(int, words("seeds")))
-        assert given == [given[0], given[0] + 1, given[0] + 2, given[0] + 3]
+        assert given == [given[0], given[0] + 1, given[0] + 2, given[0] + 3], DRAWS_ON
         first.append(given[0])
     assert first[0] != first[1]
     run("--property-seconds", 0.5, "--hypothesis-seed", 7)
@@ -92,6 +93,7 @@ def test_a_budget_counts_on_from_a_random_seed_and_runs_nothing_else(run: Run) -
 def test_a_failure_says_its_seed_and_the_command_that_repeats_it(run: Run) -> None:
     # The simplest example of any seed is 0, so that a number in the middle needs a few seeds.
     result = run("--property-seconds", 99, numbers="range(41, 44)")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED, DRAWS_ON
     result.assert_outcomes(failed=1, deselected=1)
     text = result.stdout.str()
     smallest = re.search(r"^number = (\d+), ", text, re.M)
@@ -110,6 +112,7 @@ def test_a_row_is_replayed_before_anything_is_drawn(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = run("--property-seconds", 99, numbers="range(41, 44)")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED, DRAWS_ON
     [row] = re.findall(r"^E +(PastExample\(.*\)),$", result.stdout.str(), re.M)
     known = eval(row.replace("…", "41"), vars(past_examples))
     monkeypatch.setattr(past_examples, "ROWS", (known,))
