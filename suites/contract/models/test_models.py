@@ -50,7 +50,7 @@ def test_target_and_draft_equal_the_oracle(family, changes):
     pair = build_pair(target, draft, torch.float32)
     judge, plain = Decoder(*target), Decoder(*target, dtype=torch.float32)
 
-    assert_parts(target, draft)
+    assert_parts(pair, target, draft)
     logits, hidden = run(pair.target, TEXT)
     assert_equal_to((hidden, logits), judge.forward(TEXT), plain.forward(TEXT))
 
@@ -69,7 +69,7 @@ def test_an_eagle_draft_norms_before_attention_from_its_second_layer_on():
     assert names == ["layers.1.input_layernorm.weight"]
     pair = build_pair(target, draft, torch.float32)
     judge, plain = Decoder(*target), Decoder(*target, dtype=torch.float32)
-    assert_parts(target, draft)
+    assert_parts(pair, target, draft)
     _, hidden = run(pair.target, TEXT[:-1])
     logits, out = run(pair.draft, TEXT[1:], hidden)
     expected = Draft(*draft, judge).forward(TEXT[1:], hidden)
@@ -84,10 +84,9 @@ ADDED_WEIGHTS = {
 """Weights without which a draft's output is another, where its checkpoint has them."""
 
 
-def assert_parts(target, draft):
+def assert_parts(pair, target, draft):
     """Parts of a pair one by one, before its outputs are compared as a whole."""
     raw, weights = target
-    pair = build_pair(target, draft, torch.float32)
     attention = dense.Chains(1)
     logits = dense.forward(pair.target, attention, TEXT[None]).next_token_logits[0]
     _, hidden = run(pair.target, TEXT)
@@ -108,7 +107,7 @@ def assert_parts(target, draft):
         return run(changed, TEXT[1:], fed)[1]
 
     fed = hidden[:-1]
-    out = drafted((), fed)
+    _, out = run(pair.draft, TEXT[1:], fed)
     of_hidden = slice(len(fed[0]), None)
     alike = [drafted(INPUT_WEIGHTS, each, of_hidden) for each in (fed, -fed)]
     said = "a draft joins the token's embedding, first, and the hidden state of the token before"

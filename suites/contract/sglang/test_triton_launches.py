@@ -82,8 +82,8 @@ def doubles():
     try:
         for one in made:  # the second launch finds what the first one left patched
             doubled[(1,)](source, one, BLOCK=8)
-    except Exception as error:
-        return str(error)
+    except Exception as error:  # the other answers of this process are told all the same
+        return repr(error)
     return [one.tolist() for one in made]
 
 
