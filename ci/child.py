@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -17,11 +17,12 @@ def carried_out(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Exit code of a command, begun in the checkout.
 
     Raises:
-        KeyboardInterrupt: this process was interrupted; the command has ended.
+        KeyboardInterrupt: this process was interrupted, or told to end; the command has ended.
     """
     with subprocess.Popen(command, cwd=CHECKOUT, env=environment) as process:
         try:
-            return process.wait()
+            with _told_to_end(process):
+                return process.wait()
         except KeyboardInterrupt:
             # A terminal has told all of them. Who told this process alone is answered as well.
             with suppress(subprocess.TimeoutExpired):
@@ -29,3 +30,21 @@ def carried_out(command: Sequence[str], environment: Mapping[str, str]) -> int:
             process.send_signal(signal.SIGINT)
             process.wait()
             raise
+
+
+@contextmanager
+def _told_to_end(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Inside, SIGTERM is an interrupt, and the process, which nobody else tells, has one at once.
+
+    Schedulers and ``timeout`` end a job so. The tool that runs a lane would end and leave the lane.
+    """
+
+    def interrupt(*_: object) -> None:
+        process.send_signal(signal.SIGINT)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -107,9 +107,10 @@ class SameStream:
 
     def main_waits(self) -> None:
         """Run the deferred operations."""
-        for work in self._pending:
+        # One that raises ends its round; none of that round runs in the next.
+        pending, self._pending = self._pending, []
+        for work in pending:
             work()
-        self._pending.clear()
 
 
 class OperationLog:
@@ -211,9 +212,9 @@ class RecordedStreams(OperationLog):
         self.wait(Queue.MAIN, Queue.PLAN)
 
     def _drain(self) -> None:
-        for place, work in self._pending:
+        pending, self._pending = self._pending, []
+        for place, work in pending:
             self._run(place, work)
-        self._pending.clear()
 
     def _run(self, place: int, work: Callable[[], T]) -> T:
         operation = self.issued[place]

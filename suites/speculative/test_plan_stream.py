@@ -11,6 +11,7 @@ import torch
 
 from harness.engine.hazards import Hazard, Queue
 from harness.engine.plan_stream import CudaStreams, PlanStream, RecordedStreams, SameStream
+from harness.errors import ContractError
 
 TABLE = {"table": torch.zeros(2)}
 
@@ -159,11 +160,35 @@ def test_a_wait_is_for_what_was_waited_for_too() -> None:
     assert streams.issued[-1].after == {Queue.MAIN: 2, Queue.PLAN: 1, Queue.SCHEDULE: 1}
 
 
-@pytest.mark.parametrize("streams", [RecordedStreams(), SameStream()], ids=["recorded", "same"])
-def test_reads_of_scheduled_memory_are_observed_wherever_the_work_runs(
-    streams: RecordedStreams | SameStream,
+each_on_the_host = pytest.mark.parametrize(
+    "kind", [RecordedStreams, SameStream], ids=["recorded", "same"]
+)
+
+
+@each_on_the_host
+def test_a_round_whose_plan_failed_leaves_no_plan_to_the_next(
+    kind: type[RecordedStreams | SameStream],
 ) -> None:
-    table, seen = torch.zeros(3), []
+    streams, ran = kind(), list[str]()
+
+    def refuse() -> None:
+        ran.append("fails")
+        raise ContractError("refused")
+
+    streams.plan("fails", refuse)
+    streams.plan("follows", lambda: ran.append("follows"))
+    with pytest.raises(ContractError, match="refused"):
+        streams.main_waits()
+    streams.plan("next", lambda: ran.append("next"))
+    streams.main_waits()
+    assert ran == ["fails", "next"], "a plan of a round that failed runs in no later round"
+
+
+@each_on_the_host
+def test_reads_of_scheduled_memory_are_observed_wherever_the_work_runs(
+    kind: type[RecordedStreams | SameStream],
+) -> None:
+    streams, table, seen = kind(), torch.zeros(3), []
     streams.schedule("reserve", lambda: seen.append(table.fill_(1).sum()), writes={"table": table})
     streams.main("lay out", lambda: seen.append(table.sum()), reads=("lens",))
     streams.plan_waits()

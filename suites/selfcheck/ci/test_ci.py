@@ -138,13 +138,17 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("told", [os.killpg, os.kill], ids=["by_a_terminal", "alone"])
+@pytest.mark.parametrize(
+    ("told", "number", "told_s"),
+    [(os.killpg, signal.SIGINT, 2.0), (os.kill, signal.SIGINT, 2.0), (os.kill, signal.SIGTERM, 90)],
+    ids=["by_a_terminal", "alone", "by_a_scheduler_at_once"],
+)
 def test_an_interrupted_lane_puts_things_in_order(
-    tmp_path: Path, told: Callable[[int, int], None]
+    tmp_path: Path, told: Callable[[int, int], None], number: int, told_s: float
 ) -> None:
     said = tmp_path / "said"
     command = [sys.executable, "-c", TIDIES, str(said)]
-    script = f"from ci import child; child.TOLD_S = 2.0; child.carried_out({command!r}, {{}})"
+    script = f"from ci import child; child.TOLD_S = {told_s}; child.carried_out({command!r}, {{}})"
     program = subprocess.Popen(
         [sys.executable, "-c", script],
         cwd=ROOT,
@@ -154,7 +158,7 @@ def test_an_interrupted_lane_puts_things_in_order(
         preexec_fn=hear_sigint,
     )
     eventually(lambda: said.exists() and said.read_text())
-    told(program.pid, signal.SIGINT)
+    told(program.pid, number)
     _, errors = program.communicate(timeout=60)
     assert said.read_text() == "tidied"
     assert errors.splitlines()[-1] == "KeyboardInterrupt"
