@@ -16,7 +16,9 @@ LAST = PART | {"more_body": False}
 GONE = {"type": "http.disconnect"}
 
 
-def asked(messages: Sequence[dict[str, Any]]) -> tuple[list[bytes], list[int], list[str]]:
+def asked(
+    messages: Sequence[dict[str, Any]], pause_s: float = 0.0
+) -> tuple[list[bytes], list[int], list[str]]:
     """Bodies that the app got, statuses and error types that the client got."""
     bodies: list[bytes] = []
     sent: list[Any] = []
@@ -26,8 +28,7 @@ def asked(messages: Sequence[dict[str, Any]]) -> tuple[list[bytes], list[int], l
         bodies.append((await receive())["body"])
 
     async def receive() -> Any:
-        if not waiting:
-            await asyncio.sleep(10)
+        await asyncio.sleep(pause_s if waiting else 10)
         return waiting.pop(0)
 
     async def send(message: Any) -> None:
@@ -52,3 +53,9 @@ def asked(messages: Sequence[dict[str, Any]]) -> tuple[list[bytes], list[int], l
 )
 def test_a_body_is_whole_or_refused(messages: Any, found: Any) -> None:
     assert asked(messages) == found
+
+
+def test_a_body_that_trickles_in_is_too_slow_as_a_whole() -> None:
+    trickling = [PART | {"body": b"1"}] * 4 + [LAST | {"body": b"1"}]
+    refused = ([], [408], ["RequestTimeout"])
+    assert asked(trickling, pause_s=0.03) == refused, "the time is the whole body's, not a part's"

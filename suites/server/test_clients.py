@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -18,7 +19,9 @@ from fixtures.pytest_plugin.poll import eventually
 from fixtures.pytest_plugin.servers import SHORT
 from harness.errors import Busy, ServerError
 from harness.server.client.flush import flush
+from harness.server.engine_process import supervisor
 from harness.server.engine_process.supervisor import Supervisor
+from harness.server.http.engine_client import Overloaded
 
 LONG = 400
 """Tokens of an embedded server with a context of 512."""
@@ -106,6 +109,24 @@ def test_a_request_with_a_rid_in_use_is_refused_and_does_not_abort_the_running_o
     assert answers[0]["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+def test_a_request_beyond_the_most_that_are_served_is_refused(monkeypatch):
+    monkeypatch.setattr(supervisor, "MOST_REQUESTS", 2)
+
+    def send(message):
+        pytest.fail(f"one request too many is sent to the engine: {message}")
+
+    serving = SimpleNamespace(
+        _requests=dict.fromkeys("ab"), _require_ready=lambda: None, _send=send, healthy=False
+    )
+
+    async def ask():
+        await anext(Supervisor.generate(serving, "c", [1], 1, ignore_eos=True, stream=False))
+
+    with pytest.raises(Overloaded, match="2 requests are being served already"):
+        asyncio.run(ask())
+    assert [*serving._requests] == ["a", "b"]
+
+
 def test_abort_all_aborts_every_request():
     aborted = []
     waiting = SimpleNamespace(_requests=dict.fromkeys("abc"), abort=aborted.append)
@@ -138,8 +159,9 @@ def test_a_flush_under_load_is_refused_and_loses_nothing(server):
         assert answer.status_code == 400
         if server.kind == "embedded":
             assert "1 running, 0 waiting" in answer.json()["error"]["message"]
-            # What a flush begins anew goes on.
-            assert server.client.server_info()["internal_states"][0]["avg_spec_accept_length"]
+            counted = server.client.server_info()["internal_states"][0]
+            said = "a flush that is refused begins nothing anew"
+            assert counted.get("avg_spec_accept_length"), said
         with pytest.raises(Busy):
             flush(server.url, deadline_s=0.2)
         again = server.client.generate(text(2, 40), 60)
@@ -211,4 +233,6 @@ def test_a_killed_engine_is_named_and_started_again(fresh_server):
     assert requests.get(f"{served.url}/v1/models", timeout=5).status_code == 503
     eventually(served.client.health, within_s=30)
     assert served.client.server_info()["restarts"] == 1
+    again = requests.post(f"{served.url}/flush_cache", timeout=10).text
+    assert "pending" not in again, "a flush that died with its engine is pending no longer"
     settled(served)

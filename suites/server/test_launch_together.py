@@ -15,7 +15,7 @@ from harness.errors import NotReady
 from harness.server.launch.process import ROOT, ServerProcess
 from suites.server.test_launch import SOON_S, alive, pids, stub
 
-LONG_S = 300.0
+LONG_S = 60.0
 
 
 def test_a_hung_server_costs_a_wave_little_more_than_the_others_took(tmp_path: Path) -> None:
@@ -25,7 +25,8 @@ def test_a_hung_server_costs_a_wave_little_more_than_the_others_took(tmp_path: P
             started["one arm"].append(ServerProcess(spec, tmp_path / f"{number}.log"))
         began = time.monotonic()
         wait_together(started)
-        assert time.monotonic() - began < STRAGGLER * SOON_S
+        took_s = time.monotonic() - began
+        assert took_s < STRAGGLER * SOON_S, "a patience that is cut short meanwhile ends the wait"
         well, hung, other = started["one arm"]
         with pytest.raises(NotReady, match=f"not ready after {hung.patience_s:.4g} s"):
             hung.wait_ready()

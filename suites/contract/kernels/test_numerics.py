@@ -72,6 +72,10 @@ def test_fp8_weights_are_rounded_relative_to_the_largest() -> None:
     rounded = low_precision_attend(q, k, v, weights_dtype=torch.float8_e4m3fn, **given)
     assert plain.item() == pytest.approx(0.3 / 1.3)
     assert rounded.item() == pytest.approx(128 / 448 / 1.3)
+    # A second head sees two equal keys; its largest weight is half of all.
+    q = torch.tensor([[[1.0], [0.0]]])
+    two = low_precision_attend(q, k, v, weights_dtype=torch.float8_e4m3fn, **given)
+    assert two.flatten().tolist() == pytest.approx([128 / 448 / 1.3, 0.5]), "each row has its own"
 
 
 def expected(case: Case, numerics: Numerics) -> tuple[torch.Tensor, torch.Tensor]:

@@ -141,14 +141,16 @@ def test_a_run_says_why_its_control_failed(tmp_path):
     assert run.reasons == (told,)
 
 
-def test_every_trial_of_an_arm_is_counted(tmp_path):
+@pytest.mark.parametrize("pair", [(0, 1), (2, 3)], ids=["first", "second"])
+def test_every_trial_of_an_arm_is_counted(tmp_path, pair):
     path, other = tmp_path / "bench.jsonl", tmp_path / "other.jsonl"
     records(other, counts=({"spec_verify_ct": 52},) * 2, ratio=1.0, design=Design.QUADS)
     for line in read(other):
-        first = isinstance(line, Trial) and line.place < 2
-        changed = first and (line.block, line.arm) == (5, "B")
+        is_of_pair = isinstance(line, Trial) and line.place in pair
+        changed = is_of_pair and (line.block, line.arm) == (5, "B")
         append(path, replace(line, counts={"spec_verify_ct": 51}) if changed else line)
-    assert judged(path).reasons == ("count spec_verify_ct: A 52, B 51",)
+    found = judged(path).reasons
+    assert found == ("count spec_verify_ct: A 52, B 51",), "each pair of trials is compared"
 
 
 def test_a_launch_that_failed_loses_its_block_alone(tmp_path):

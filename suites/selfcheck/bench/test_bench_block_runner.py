@@ -292,6 +292,8 @@ def test_an_interrupted_run_goes_on_at_the_block_it_was_in(tmp_path, monkeypatch
         lab.run(out, workloads=(SMALL, LARGE))
     with pytest.raises(UsageError, match="seed of session candidate"):
         lab.run(out, workloads=(SMALL, LARGE), seed="y", resume=True)
+    with pytest.raises(UsageError, match="b of session injected"):  # the last of them alone differs
+        lab.run(out, workloads=(SMALL, LARGE), slowdown=0.03, resume=True)
     with pytest.raises(UsageError, match="sessions = "):
         lab.run(out, workloads=(SMALL, LARGE), roles=(Role.SAME,), resume=True)
     with pytest.raises(UsageError, match="blocks_at_most = 40 is not accepted; accepted: 16, as"):
@@ -336,6 +338,22 @@ def test_no_wave_begins_that_would_end_too_late(tmp_path, monkeypatch):
     assert [event[0] for event in lab.events[:2]] == ["start", "start"], said
     assert {f.evidence.blocks for f in found} == {2}
     assert {f.verdict for f in found} == {BenchVerdict.INCONCLUSIVE}
+
+
+def test_a_round_may_take_as_long_as_the_longest_before(tmp_path, monkeypatch):
+    lab, now = Lab(monkeypatch), [0.0]
+    monkeypatch.setattr(block_runner.time, "monotonic", lambda: now[0])
+    measure = lab.measure
+
+    def timed(slot, *which):
+        now[0] += 0.0 if slot.session == "rehearsal" else 20.0 if slot.block == 0 else 5.0
+        return measure(slot, *which)
+
+    lab.measure = timed
+    # Three sessions of two arms: a first round of 120 s, then one of 30, and no room for 120 more.
+    found = lab.run(tmp_path / "bench.jsonl", seconds=260.0, side_by_side=6)
+    said = "no round begins unless there is time for the longest, though the last was short"
+    assert {f.evidence.blocks for f in found} == {2}, said
 
 
 def test_a_metric_that_one_arm_lacks_gets_no_verdict(tmp_path, monkeypatch):

@@ -13,6 +13,11 @@ from harness.bench import machine_monitor, nvml
 from harness.bench.machine_monitor import MachineMonitor, problems_now
 
 
+def reading(*processes, **facts):
+    usual = {"mhz": 1980.0, "celsius": 40.0, "throttled": (), "capped": False}
+    return nvml.GpuReading(**usual | facts, processes=frozenset(processes))
+
+
 class Gpu:
     machine, pcie_full = "driver 1, MIG off", False
 
@@ -21,12 +26,12 @@ class Gpu:
 
     def read(self):
         self.reads += 1
-        return nvml.GpuReading(
+        return reading(
+            *((10, 11) if self.reads < 3 else (10, 11, 99)),
             mhz=1000.0 if self.reads == 1 else 1980.0,
             celsius=40.0 + self.reads,
             throttled=("power brake",) if self.reads == 2 else (),
             capped=self.reads in (1, 3),
-            processes=frozenset({10, 11} if self.reads < 3 else {10, 11, 99}),
         )
 
 
@@ -44,6 +49,13 @@ def test_a_monitor_reports_the_gpu_and_other_processes(monkeypatch):
     assert facts["mhz"] == 1980.0
     assert facts["celsius"] == 40.0 + fake.reads
     assert (facts["machine"], facts["pcie_full"]) == ("driver 1, MIG off", False)
+
+
+def test_a_process_that_came_and_went_is_another_one_on_the_gpu():
+    monitor = MachineMonitor(gpu=Gpu(), present=frozenset({10}))
+    monitor.readings = [reading(10, 11), reading(10, 11, 99), reading(10, 11)]
+    said = "10 was there before any server, and 99 computed for a while"
+    assert monitor.facts()["foreign_processes"] == 2, said
 
 
 def test_a_single_reading_tells_the_power_cap():

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from harness.bench import measure
 from harness.bench.arms import parse
 from harness.bench.jsonl import from_json, to_json
 from harness.bench.load_generator import WorkloadRun, drive, one
@@ -251,6 +252,16 @@ def test_counts_of_a_fixed_accept_length_are_exact_in_batches_too(tmp_path):
     counts = trials([]).run(SLOT, arm, Server(), LOOP).counts
     assert LOOP.batch_size > 1
     assert counts == {"completion_tokens": 60, "spec_verify_ct": 24}
+
+
+def test_an_added_part_is_one_of_a_step_of_warm_servers(monkeypatch):
+    passes = []
+    real = measure.metrics
+    monkeypatch.setattr(measure, "metrics", lambda runs: passes.append(len(runs)) or real(runs))
+    made = replace(trials([]), warm_ups=3)
+    made.run(SLOT, parse("url:http://server").slowed(0.05), Server(), LOOP)
+    said = "the first pass of a warm-up, which is cold, is none of those a step's time is taken of"
+    assert passes[0] == 2, said
 
 
 def test_a_server_that_does_not_slow_itself_is_asked_to_sleep_after_the_warm_up():

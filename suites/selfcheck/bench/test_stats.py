@@ -169,6 +169,13 @@ def test_a_slowdown_that_the_clock_explains_is_invalid():
     assert five.verdict is BenchVerdict.REGRESSED
 
 
+def test_blocks_after_the_decision_change_nothing():
+    (bare, plan), (clocked, _) = session([0.5] * 16), session([0.5] * 16, mhz=True)
+    decided = judge(bare[:8], plan)
+    assert decided.verdict is BenchVerdict.REGRESSED
+    assert judge([*bare[:8], *clocked[8:]], plan) == decided, "they were measured ahead of it"
+
+
 def test_a_session_has_the_drawn_orders():
     blocks, plan = session([0.5] * 8)
     with pytest.raises(ContractError, match="block index = 2"):

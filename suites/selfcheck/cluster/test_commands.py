@@ -38,6 +38,15 @@ def test_an_item_is_filled_in_and_its_files_come_back() -> None:
     assert end.seconds > 0
 
 
+def test_files_that_come_back_are_limited_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "LARGEST_FILES", 8)
+    for name in ("a", "b", "c"):
+        (tmp_path / name).write_bytes(b"12345")
+    assert dict(nodes._written(tmp_path)) == {"a": b"12345"}, "of all files of a command"
+
+
 def test_a_command_that_fails_or_hangs_is_red() -> None:
     failed = command_end(work("-c", "raise SystemExit('off')"), "one")
     assert (failed.outcome, failed.message) == ("failed", "off")

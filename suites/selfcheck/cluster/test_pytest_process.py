@@ -135,6 +135,13 @@ def test_one_collection_serves_several_batches(process: PytestProcess, folder: P
     assert (folder / "made.txt").read_text().split() == ["made", "torn"] * 2
 
 
+def test_a_process_that_is_closed_leaves_no_descriptor_open(folder: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    PytestProcess(COMMAND, folder, variables()).close()
+    opened = {*os.listdir("/proc/self/fd")} - {*before}
+    assert not opened, "both ends of its pipes are closed"
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -156,7 +163,8 @@ def test_what_ends_the_process_is_named_and_the_rest_is_left(
         blank = Record.from_json(made.blank)
         assert (blank.case, blank.test, blank.planned) == ("exits", node_id("exits"), 6)
     if name in ("faults", "hangs"):
-        assert made.blank == ""
+        said = "the blank record is of the test that ended the process, never of one before"
+        assert made.blank == "", said
 
 
 def test_a_pytest_that_collects_nothing_says_why(folder: Path) -> None:

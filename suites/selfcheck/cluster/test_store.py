@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ci.cluster import store as store_module
 from ci.cluster.store import Store, held
 from ci.cluster.work import LaneWork, UnitEnd
 from fixtures.fakes.sample_records import ENVIRONMENT, trial
@@ -52,6 +54,20 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     assert sorted(cases(tmp_path)) == ["a", "b", "d", "e"]
 
 
+def test_a_unit_has_ended_once_its_record_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    made = store(tmp_path)
+    monkeypatch.setattr(store_module, "write_records", full)
+    with pytest.raises(OSError, match="No space left"):
+        made.add(WORK, [end("a")])
+    said = "a run that goes on would count it as done, and its record would be missing"
+    assert (tmp_path / "ended.jsonl").read_text() == "", said
+
+
 def test_a_good_end_on_one_kind_keeps_no_record_of_another(tmp_path: Path) -> None:
     works = [WORK, replace(WORK, kind="cpu")]
     began = Store(tmp_path, works, resume=False, source=SOURCE)
@@ -77,6 +93,10 @@ def test_another_tree_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="tree = 'abcabcabcabc' is not accepted; accepted: def"):
         store(tmp_path, resume=True, work=other)
     assert cases(tmp_path) == ["a"]
+    ended = tmp_path / "ended.jsonl"
+    ended.write_text(ended.read_text() + ended.read_text().replace(TREE, other.tree))
+    with pytest.raises(UsageError, match="tree = 'defdefdefdef' is not accepted; accepted: abc"):
+        store(tmp_path, resume=True)
 
 
 def test_nothing_to_resume_is_refused(tmp_path: Path) -> None:

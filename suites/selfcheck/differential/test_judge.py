@@ -106,3 +106,7 @@ def test_a_tie_is_measured_by_the_rms_of_its_row(
     found = _choices("topk", torch.tensor([1]), logits, tie, None)
     assert found.verdict is verdict
     assert found.error == pytest.approx(2 / 3)
+    # A larger row beside it, whose choice is right.
+    found = _choices("topk", torch.tensor([1, 0]), torch.cat((logits, logits * 100)), tie, None)
+    said = "each row's tie is measured by its own root mean square, by no other row's"
+    assert (found.verdict, found.error) == (verdict, pytest.approx(2 / 3)), said

@@ -8,7 +8,13 @@ import pytest
 
 from harness.core.tree import digest
 
-FILES = {"harness/a.py": "1", "golden/b.safetensors": "2", "ci/report.css": "3", "conftest.py": "4"}
+FILES = {
+    "harness/a.py": "1",
+    "golden/b.safetensors": "2",
+    "ci/report.css": "3",
+    "conftest.py": "4",
+    "ci/constraints.txt": "5",
+}
 
 
 @pytest.fixture
@@ -27,7 +33,7 @@ def taken(root: Path) -> str:
 def test_every_source_counts(tree: Path, name: str) -> None:
     before = taken(tree)
     (tree / name).write_text("other")
-    assert taken(tree) != before
+    assert taken(tree) != before, f"{name} can change a verdict"
     (tree / name).write_text(FILES[name])
     assert taken(tree) == before
     (tree / name).unlink()

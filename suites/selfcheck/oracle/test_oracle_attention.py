@@ -131,7 +131,9 @@ def test_fp8_round_trip_by_hand():
     x = torch.tensor([1.0, 1.06, 1.0625, 1.1875, 0.3, -448.0, 460.0, -1e9], dtype=torch.float64)
     expected = [1.0, 1.0, 1.0, 1.25, 0.3125, -448.0, 448.0, -448.0]
     assert oracle.quantize_dequantize(x, 1.0).tolist() == expected
-    assert oracle.quantize_dequantize(x * 0.5, 0.5).tolist() == [e * 0.5 for e in expected]
+    for scale in (0.5, 2.0):
+        found = oracle.quantize_dequantize(x * scale, scale).tolist()
+        assert found == [e * scale for e in expected], "what is saturated is the scaled value"
     assert oracle.quantize(x, 1.0).dtype == torch.float8_e4m3fn
 
 
