@@ -11,7 +11,7 @@ from harness.upstream.radix_attention import RadixAttention
 
 
 def quantize(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """``x / scale`` in the cache's dtype, saturating where the dtype is FP8."""
+    """The cache's values: ``x / scale``, saturated, where FP8 is made of a wider dtype."""
     if dtype == x.dtype:
         return x
     if dtype == torch.float8_e4m3fn:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from harness.errors import CaptureViolation, ContractError
+from harness.graphs import factory
 from harness.graphs.effects import observe
 from harness.graphs.host_syncs import dispatched_read
 from harness.graphs.tape import Tape
@@ -28,6 +29,14 @@ class Pair:
 
     left: torch.Tensor
     right: torch.Tensor
+
+
+def test_a_graph_is_of_the_device_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(factory, "CudaGraph", asked.append)
+    factory.new_graph("cuda:1")()
+    assert asked == ["cuda:1"], "of several GPUs"
+    assert factory.new_graph("cpu") is Tape
 
 
 def test_a_functional_result_is_written_where_the_capture_left_it() -> None:

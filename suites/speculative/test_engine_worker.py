@@ -151,7 +151,7 @@ def test_a_batch_that_the_mask_does_not_fit_is_verified_without() -> None:
     (verify,) = toy.trace.of("target_verify")
     spec = verify.spec_info
     assert isinstance(spec, EagleVerifyInput)
-    assert spec.custom_mask is None
+    assert spec.custom_mask is None, "the mask holds two requests, and three are verified"
     assert not mask.any()
     said = "update_verify_buffers_to_fill_after_draft is called once a round, here without a bucket"
     assert [bucket for _, bucket in toy.target.updates] == [None], said

@@ -10,7 +10,7 @@ from harness.engine.kv_manager import KVCacheManager
 from harness.engine.plan_stream import SameStream
 from harness.engine.prefix_cache import PrefixCache
 from harness.engine.request import Request
-from harness.errors import ContractError, UsageError
+from harness.errors import CapacityError, ContractError, UsageError
 from harness.upstream.allocator import PagedAllocator, ReqToTokenPool
 from harness.upstream.memory_pool import MHATokenToKVPool, SWAKVPool
 
@@ -42,7 +42,26 @@ def test_windows_are_not_shared():
     table = SlotTable(*hybrid())
     with pytest.raises(UsageError, match=r"prefix_cache = .* hybrid"):
         KVCacheManager(table, SameStream(), PrefixCache(table.allocator))
-    assert table.capacity == 2 * PAGE
+
+
+def test_the_smaller_pool_of_a_hybrid_one_limits_a_request():
+    assert SlotTable(*hybrid()).capacity == 2 * PAGE
+
+
+@pytest.mark.parametrize("lacks", ["rows", "pages"])
+def test_a_request_that_is_not_admitted_holds_no_prefix(lacks):
+    pages = 6 if lacks == "rows" else 3
+    table, allocator = ReqToTokenPool(1, 16), PagedAllocator(pages, PAGE)
+    slots = SlotTable(table, allocator, windowless(pages))
+    cache = PrefixCache(allocator)
+    cache.insert(range(5), 5, allocator.alloc(1))
+    if lacks == "rows":
+        slots.open()
+    free = allocator.available_pages, table.available
+    with pytest.raises(CapacityError, match=lacks):
+        KVCacheManager(slots, SameStream(), cache).admit(Request([*range(6)], 1, None), 7)
+    assert (allocator.available_pages, table.available) == free
+    assert cache.clear() == 1, "its prefix is held by nobody, so that it can be flushed"
 
 
 def test_a_lease_begins_with_shared_pages_or_not_at_all():

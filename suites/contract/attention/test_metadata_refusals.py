@@ -51,6 +51,12 @@ EAGER_ERRORS: tuple[tuple[ForwardMode, dict[str, Any], type[Exception], str], ..
 )
 
 
+def test_a_prefill_of_a_whole_context_is_planned() -> None:
+    planner = toy_backend()
+    lens = EXTEND_LENS | {"seq_lens_cpu": torch.tensor([25, 8])}
+    planner.init_forward_metadata(batch_for(planner, ForwardMode.EXTEND, [25, 8], 6, **lens))
+
+
 @pytest.mark.parametrize(("mode", "carried", "error", "text"), EAGER_ERRORS, ids=phase_id)
 def test_what_eager_planning_refuses(
     mode: ForwardMode, carried: dict[str, Any], error: type[Exception], text: str
@@ -82,6 +88,13 @@ CAPTURE_ERRORS: dict[str, tuple[ForwardMode, int, dict[str, Any], type[Exception
         ContractError,
         r"num_tokens = 5 .* multiple of bs = 2",
     ),
+    "no_ragged_query_rows": (
+        V1,
+        2,
+        {"tokens": 0, "spec_info": accepted(0, 0)},
+        ContractError,
+        r"num_tokens = 0 .* multiple of bs = 2",
+    ),
     "no_query_rows": (
         V2,
         2,
@@ -106,6 +119,7 @@ def test_what_a_capture_refuses(
 def test_what_captured_planning_refuses() -> None:
     graphs, verify = CapturedPlans(), ForwardMode.TARGET_VERIFY
     graphs.out_graph(verify, 2, in_capture=True)
+    graphs.out_graph(ForwardMode.DECODE, 4, in_capture=True)
     with pytest.raises(CapacityError, match=r"bs = 3 .* captured TARGET_VERIFY buckets \[2\]"):
         graphs.out_graph(verify, 3)
     unallocated = toy_backend()

@@ -200,7 +200,7 @@ def test_layers_of_a_forward_share_a_schedule_and_a_graph_records_its_own(
     assert layers(long, second) == 0
     assert layers(short, first) == 1  # only the last is kept
     capturing = True  # after a warm-up on the same plan
-    assert layers(short, first) == 1
+    assert layers(short, first) == 1, "a capture schedules anew: the warm-up's is no part of it"
     capturing = False
     assert layers(short, first) == 1
     assert layers(long, None) == layers(short, None) == 2

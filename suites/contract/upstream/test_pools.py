@@ -36,7 +36,8 @@ def test_what_is_allocated_is_nobody_elses_until_it_is_freed(
     assert getattr(pool, free) == 1
     assert pool.alloc(1) == [first[1] + 1]
     assert pool.alloc(0) == []
-    pool.free(first[:1])
+    with pytest.raises(ContractError, match=rf"{what} .*{first[0]} freed twice"):
+        pool.free([first[0], first[0]])
     assert pool.alloc(1) == first[:1]
     pool.free([first[1], first[0]])
     with pytest.raises(ContractError, match=rf"{what} .*{first[1]} freed twice"):
@@ -86,6 +87,11 @@ def test_only_an_fp8_cache_scales_and_saturates(
     stored = quantize(torch.tensor(VALUES), scale, dtype)
     assert stored.dtype == dtype
     assert stored.float().tolist() == wanted
+
+
+def test_what_is_fp8_already_is_stored_as_it_is() -> None:
+    given = torch.tensor([8.0, -448.0]).to(FP8)
+    assert quantize(given, 0.5, FP8).float().tolist() == [8.0, -448.0], "it was scaled before"
 
 
 @pytest.mark.parametrize("value", [1e4, -1e4])
