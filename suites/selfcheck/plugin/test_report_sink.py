@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-from pathlib import Path
-
 import pytest
 
-from fixtures.fakes.sample_records import trial
-from fixtures.pytest_plugin import records
 from harness.core.paths import ROOT
 from harness.core.record import Record, Verdict, read_records
 
@@ -108,20 +103,6 @@ def test_new_run_starts_an_empty_file(project: pytest.Pytester) -> None:
     run(project, "-n", "0", "-k", "passes and one")
     run(project, "-n", "0", "-k", "passes and two")
     assert set(by_case(project)) == {"two"}
-
-
-def test_a_full_disk_loses_no_record_that_was_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    (tmp_path / "records.jsonl").write_text("of the run before\n")
-    monkeypatch.setattr(records, "write_records", full)
-    with pytest.raises(pytest.UsageError, match="No space left on device"):
-        records.RecordSink(tmp_path, [trial("kept")])
-    said = "the file is replaced once the new one is whole"
-    assert (tmp_path / "records.jsonl").read_text() == "of the run before\n", said
 
 
 def test_unwritable_folder_is_one_line(project: pytest.Pytester) -> None:

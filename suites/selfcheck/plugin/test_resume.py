@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 
 import pytest
@@ -86,6 +87,22 @@ def test_a_killed_run_goes_on(
     }
     capsys.readouterr()
     assert gate.main([str(project.path / "out" / "records.jsonl")]) == 0
+
+
+def test_a_full_disk_loses_no_record_that_was_kept(
+    project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    project.runpytest_inprocess(*ARGS)
+    before = records(project)
+    with monkeypatch.context() as until_there_is_room:
+        until_there_is_room.setattr("fixtures.pytest_plugin.records.write_records", full)
+        result = project.runpytest_inprocess(*ARGS, "--resume")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "No space left on device" in result.stderr.str()
+    assert records(project) == before, "the file is replaced once the new one is whole"
 
 
 def test_without_it_everything_runs_again(project: pytest.Pytester) -> None:
