@@ -100,12 +100,14 @@ def judge(blocks: Sequence[Block], plan: SequentialPlan) -> Evidence:
     """
     check_session(blocks, plan.seed, plan.design)
     valid = [block for block in blocks if not block.invalid]
-    dropped = len(blocks) - len(valid)
-    reasons = tuple(dict.fromkeys(reason for block in blocks for reason in block.invalid))
     sign = -1.0 if plan.margin.higher_is_better else 1.0
     effects = sign * np.array([block.effect for block in valid], dtype=np.float64)
     verdict, used, path = _look(effects, plan)
     over = verdict is not BenchVerdict.INCONCLUSIVE or used >= plan.bounds.n_max
+    if over and used:
+        blocks = blocks[: valid[used - 1].index + 1]
+    dropped = sum(bool(block.invalid) for block in blocks)
+    reasons = tuple(dict.fromkeys(reason for block in blocks for reason in block.invalid))
     # Twice as many valid blocks as invalid ones are needed, and there will be no more than n_max.
     hopeless = dropped > plan.bounds.n_max * INVALID_SHARE / (1 - INVALID_SHARE)
     if hopeless or (over and dropped > INVALID_SHARE * len(blocks)):

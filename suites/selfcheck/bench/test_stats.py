@@ -174,6 +174,8 @@ def test_blocks_after_the_decision_change_nothing():
     decided = judge(bare[:8], plan)
     assert decided.verdict is BenchVerdict.REGRESSED
     assert judge([*bare[:8], *clocked[8:]], plan) == decided, "they were measured ahead of it"
+    lost, _ = session([0.5] * 16, invalid=range(8, 16))
+    assert judge([*bare[:8], *lost[8:]], plan) == decided, "nor do those that were lost"
 
 
 def test_a_session_has_the_drawn_orders():
