@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+
+from harness.core.signals import heard_as_interrupt
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 TOLD_S = 30.0
@@ -20,8 +22,13 @@ def carried_out(command: Sequence[str], environment: Mapping[str, str]) -> int:
         KeyboardInterrupt: this process was interrupted, or told to end; the command has ended.
     """
     with subprocess.Popen(command, cwd=CHECKOUT, env=environment) as process:
+
+        def tell() -> None:
+            process.send_signal(signal.SIGINT)
+
         try:
-            with _told_to_end(process):
+            # By SIGTERM this process is told alone; tox, told so, would end and leave its lane.
+            with heard_as_interrupt(signal.SIGTERM, tell):
                 return process.wait()
         except KeyboardInterrupt:
             # A terminal has told all of them. Who told this process alone is answered as well.
@@ -30,21 +37,3 @@ def carried_out(command: Sequence[str], environment: Mapping[str, str]) -> int:
             process.send_signal(signal.SIGINT)
             process.wait()
             raise
-
-
-@contextmanager
-def _told_to_end(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Inside, SIGTERM is an interrupt, and the process, which nobody else tells, has one at once.
-
-    Schedulers and ``timeout`` end a job so. The tool that runs a lane would end and leave the lane.
-    """
-
-    def interrupt(*_: object) -> None:
-        process.send_signal(signal.SIGINT)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -28,9 +28,21 @@ def held(number: signal.Signals) -> Iterator[None]:
 
 
 @contextmanager
-def heard_as_interrupt(number: signal.Signals) -> Iterator[None]:
-    """Inside, a signal does what Ctrl-C does. Schedulers end a job by SIGTERM at its time limit."""
-    before = signal.signal(number, signal.default_int_handler)
+def heard_as_interrupt(
+    number: signal.Signals, first: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Inside, a signal does what Ctrl-C does. Schedulers end a job by SIGTERM at its time limit.
+
+    Args:
+        number: of the signal.
+        first: done before that, for what Ctrl-C of a terminal would tell others.
+    """
+
+    def interrupt(*_: object) -> None:
+        first()
+        raise KeyboardInterrupt
+
+    before = signal.signal(number, interrupt)
     try:
         yield
     finally:

@@ -36,13 +36,15 @@ def test_what_is_allocated_is_nobody_elses_until_it_is_freed(
     assert getattr(pool, free) == 1
     assert pool.alloc(1) == [first[1] + 1]
     assert pool.alloc(0) == []
-    with pytest.raises(ContractError, match=rf"{what} .*{first[0]} freed twice"):
-        pool.free([first[0], first[0]])
+    pool.free(first[:1])
     assert pool.alloc(1) == first[:1]
     pool.free([first[1], first[0]])
     with pytest.raises(ContractError, match=rf"{what} .*{first[1]} freed twice"):
         pool.free([first[1]])
     assert getattr(pool, free) == 2
+    last = first[1] + 1
+    with pytest.raises(ContractError, match=rf"{what} .*{last} freed twice"):
+        pool.free([last, last])
 
 
 def test_the_padding_page_is_never_allocated_nor_freed() -> None:
