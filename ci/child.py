@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from harness.core.signals import heard_as_interrupt
+from harness.core.signals import hear_sigint, heard_as_interrupt
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 TOLD_S = 30.0
@@ -21,7 +21,8 @@ def carried_out(command: Sequence[str], environment: Mapping[str, str]) -> int:
     Raises:
         KeyboardInterrupt: this process was interrupted, or told to end; the command has ended.
     """
-    with subprocess.Popen(command, cwd=CHECKOUT, env=environment) as process:
+    lane = subprocess.Popen(command, cwd=CHECKOUT, env=environment, preexec_fn=hear_sigint)
+    with lane as process:
 
         def tell() -> None:
             process.send_signal(signal.SIGINT)

@@ -12,7 +12,7 @@ import time
 import tomllib
 import venv
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -166,6 +166,27 @@ def test_an_interrupted_lane_puts_things_in_order(
     assert time.monotonic() - began < 20, "who is told by SIGTERM hands it on at once"
     assert said.read_text() == "tidied"
     assert errors.splitlines()[-1] == "KeyboardInterrupt"
+    assert program.returncode == -signal.SIGINT
+
+
+def test_a_lane_of_a_script_s_background_hears_its_end(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    lane = f"import pathlib, time; pathlib.Path({str(said)!r}).write_text('began'); time.sleep(600)"
+    command = [sys.executable, "-c", lane]
+    program = subprocess.Popen(
+        [sys.executable, "-c", f"from ci.child import carried_out; carried_out({command!r}, {{}})"],
+        cwd=ROOT,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as `&` does there
+    )
+    try:
+        eventually(lambda: said.exists() and said.read_text())
+        program.terminate()
+        program.wait(timeout=20)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
     assert program.returncode == -signal.SIGINT
 
 
