@@ -147,7 +147,12 @@ def command_end(work: LaneWork, item: str) -> UnitEnd:
             message = _last(said)
         except subprocess.TimeoutExpired:
             outcome, message, said = "failed", f"over {work.limit_s:g} s", ""
-        files = dict(_written(Path(folder))) | {"output.txt": said.encode()}
+        files, left_out = _written(Path(folder))
+    told = [
+        f"left on the node, over {LARGEST_FILES >> 20} MiB with the others: {name}\n"
+        for name in left_out
+    ]
+    files["output.txt"] = "".join([*told, said]).encode()
     seconds = round(time.monotonic() - started, 3)
     return UnitEnd(unit=item, outcome=outcome, message=message, seconds=seconds, files=files)
 
@@ -181,12 +186,19 @@ def _started(
     return subprocess.CompletedProcess(argv, process.returncode, *said)
 
 
-def _written(folder: Path) -> Iterator[tuple[str, bytes]]:
+def _written(folder: Path) -> tuple[dict[str, bytes], list[str]]:
+    """Files of a folder, and the names of those that no room is left for."""
+    files: dict[str, bytes] = {}
+    left_out = []
     room = LARGEST_FILES
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.stat().st_size <= room:
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder).as_posix()
+        if path.stat().st_size <= room:
             room -= path.stat().st_size
-            yield path.relative_to(folder).as_posix(), path.read_bytes()
+            files[name] = path.read_bytes()
+        else:
+            left_out.append(name)
+    return files, left_out
 
 
 def _last(text: str) -> str:

@@ -47,14 +47,9 @@ class ReqToTokenPool:
         """Release rows.
 
         Raises:
-            ContractError: a row is free already, or the padding's.
+            ContractError: a row is free already, the padding's or none; nothing is freed then.
         """
-        for row in rows:
-            if row == PADDING_ROW:
-                raise ContractError("padding row freed")
-            if row in self._free:
-                raise ContractError(f"request row {row} freed twice")
-            self._free.append(row)
+        self._free = _freed("request row", rows, self._free, len(self.req_to_token))
 
 
 class PagedAllocator:
@@ -85,9 +80,20 @@ class PagedAllocator:
         """Release pages.
 
         Raises:
-            ContractError: a page is free already, or is the padding page.
+            ContractError: a page is free already, the padding's or none; nothing is freed then.
         """
-        for page in pages:
-            if page == PADDING_SLOT or page in self._free:
-                raise ContractError(f"page {page} freed twice" if page else "padding page freed")
-            self._free.append(page)
+        self._free = _freed("page", pages, self._free, self.num_pages)
+
+
+def _freed(what: str, given: Sequence[int], free: Sequence[int], end: int) -> list[int]:
+    """Those that are free and then those given back; number 0 is the padding's."""
+    left = list(free)
+    for number in given:
+        if number == 0:
+            raise ContractError(f"padding {what} freed")
+        if not 0 < number < end:
+            raise ContractError(rejected(f"{what} freed", number, f"1 to {end - 1}"))
+        if number in left:
+            raise ContractError(f"{what} {number} freed twice")
+        left.append(number)
+    return left

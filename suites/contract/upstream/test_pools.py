@@ -45,6 +45,11 @@ def test_what_is_allocated_is_nobody_elses_until_it_is_freed(
     last = first[1] + 1
     with pytest.raises(ContractError, match=rf"{what} .*{last} freed twice"):
         pool.free([last, last])
+    for none in (-1, 4):
+        with pytest.raises(ContractError, match=rf"{what}.* freed = {none} .* 1 to 3"):
+            pool.free([last, none])
+    assert getattr(pool, free) == 2, "a call that is refused frees nothing"
+    pool.free([last])
 
 
 def test_the_padding_page_is_never_allocated_nor_freed() -> None:
@@ -66,7 +71,7 @@ def test_the_padding_row_is_never_allocated_nor_freed() -> None:
     table.free(table.alloc(3))
     assert table.available == 3, "rows that are freed can be allocated again"
     assert PADDING_ROW not in table.alloc(3)
-    with pytest.raises(ContractError, match="padding row freed"):
+    with pytest.raises(ContractError, match="padding request row freed"):
         table.free([PADDING_ROW])
     assert table.available == 0
 

@@ -38,13 +38,15 @@ def test_an_item_is_filled_in_and_its_files_come_back() -> None:
     assert end.seconds > 0
 
 
-def test_files_that_come_back_are_limited_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nodes, "LARGEST_FILES", 8)
-    for name in ("a", "b", "c"):
-        (tmp_path / name).write_bytes(b"12345")
-    assert dict(nodes._written(tmp_path)) == {"a": b"12345"}, "of all files of a command"
+def test_files_that_come_back_are_limited_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "LARGEST_FILES", 3 << 20)
+    writes = (
+        "import sys\nfor one in 'cab': open(f'{sys.argv[1]}/{one}', 'wb').write(bytes(2 << 20))"
+    )
+    files = dict(command_end(work("-c", writes, "{report}/"), "one").files)
+    told = files.pop("output.txt").decode().splitlines()
+    assert files == {"a": bytes(2 << 20)}, "of all files of a command"
+    assert told == [f"left on the node, over 3 MiB with the others: {name}" for name in "bc"]
 
 
 def test_a_command_that_fails_or_hangs_is_red() -> None:
