@@ -145,8 +145,12 @@ def command_end(work: LaneWork, item: str) -> UnitEnd:
             done = _started(argv, work.limit_s)
             outcome, said = "failed" if done.returncode else "passed", done.stdout + done.stderr
             message = _last(said)
-        except subprocess.TimeoutExpired:
-            outcome, message, said = "failed", f"over {work.limit_s:g} s", ""
+        except subprocess.TimeoutExpired as over:
+            outcome, message = "failed", f"over {work.limit_s:g} s"
+            # As bytes, whatever was asked for.
+            said = b"".join(part for part in (over.stdout, over.stderr) if part).decode(
+                errors="replace"
+            )
         files, left_out = _written(Path(folder))
     told = [
         f"left on the node, over {LARGEST_FILES >> 20} MiB with the others: {name}\n"

@@ -52,8 +52,10 @@ def test_files_that_come_back_are_limited_together(monkeypatch: pytest.MonkeyPat
 def test_a_command_that_fails_or_hangs_is_red() -> None:
     failed = command_end(work("-c", "raise SystemExit('off')"), "one")
     assert (failed.outcome, failed.message) == ("failed", "off")
-    slow = command_end(work("-c", "import time; time.sleep(60)", limit_s=1.0), "one")
-    assert (slow.outcome, slow.message) == ("failed", "over 1 s")
+    hangs = "import time; print('begun', flush=True); time.sleep(60)"
+    slow = command_end(work("-c", hangs, limit_s=5.0), "one")
+    assert (slow.outcome, slow.message) == ("failed", "over 5 s")
+    assert slow.files["output.txt"] == b"begun\n", "where it hung can be read"
 
 
 class IdleProcess:
