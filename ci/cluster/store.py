@@ -71,12 +71,11 @@ class Store:
         if resume:
             self._kept = _good(folder, before, works[0].tree)
             records = [*_kept_records(folder / RECORDS, self._kept)]
+        lines = [json.dumps(line) for line in self._kept.values()]
         try:
-            for name in (RECORDS, ENDED):
-                (folder / name).write_text("", encoding="utf-8")
-            write_records(folder / RECORDS, records)
-            lines = (json.dumps(line) + "\n" for line in self._kept.values())
-            (folder / ENDED).write_text("".join(lines), encoding="utf-8")
+            # Ends first: a unit that has ended, of a run that is killed between, has its record.
+            _rewrite(folder / ENDED, lines)
+            _rewrite(folder / RECORDS, [record.to_json() for record in records])
         except OSError as error:
             raise UsageError(not_writable(folder, error)) from error
 
@@ -112,6 +111,13 @@ class Store:
                 self.failures.append(f"{end.unit} on {work.kind}: {end.message}")
         with (self.folder / ENDED).open("a", encoding="utf-8") as file:
             file.writelines(as_line(work, end) + "\n" for end in ended)
+
+
+def _rewrite(path: Path, lines: Sequence[str]) -> None:
+    """Give a file other lines; until all of them are written it has those it had."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    unfinished.replace(path)
 
 
 def _lines(path: Path) -> Iterator[Line]:

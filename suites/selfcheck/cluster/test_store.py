@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +53,30 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     assert cases(tmp_path) == ["a", "d"]
     again.add(WORK, [end("b"), end("e")])
     assert sorted(cases(tmp_path)) == ["a", "b", "d", "e"]
+
+
+@pytest.mark.parametrize("nth", [0, 1, 2, 3])
+def test_a_run_that_is_killed_while_it_goes_on_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    store(tmp_path).add(WORK, [end("a"), end("b", "failed"), end("c")])
+    steps = iter(range(4))
+
+    def until(step: Callable[..., object]) -> Callable[..., object]:
+        def made(path: Path, *words: object, **more: object) -> object:
+            if next(steps) == nth:
+                raise KeyboardInterrupt  # as SIGKILL, at any file that is written or renamed
+            return step(path, *words, **more)
+
+        return made
+
+    with monkeypatch.context() as patch:
+        for name in ("write_text", "replace"):
+            patch.setattr(Path, name, until(getattr(Path, name)))
+        with pytest.raises(KeyboardInterrupt):
+            store(tmp_path, resume=True)
+    assert store(tmp_path, resume=True).kept(WORK) == {"a", "c"}
+    assert cases(tmp_path) == ["a", "c"]
 
 
 def test_a_unit_has_ended_once_its_record_is_written(
