@@ -55,9 +55,10 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     assert sorted(cases(tmp_path)) == ["a", "b", "d", "e"]
 
 
+@pytest.mark.parametrize("resume", [True, False], ids=["goes_on", "begins_anew"])
 @pytest.mark.parametrize("nth", [0, 1, 2, 3])
-def test_a_run_that_is_killed_while_it_goes_on_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int
+def test_a_unit_of_a_run_that_is_killed_as_it_begins_has_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int, resume: bool
 ) -> None:
     store(tmp_path).add(WORK, [end("a"), end("b", "failed"), end("c")])
     steps = iter(range(4))
@@ -74,9 +75,14 @@ def test_a_run_that_is_killed_while_it_goes_on_loses_nothing(
         for name in ("write_text", "replace"):
             patch.setattr(Path, name, until(getattr(Path, name)))
         with pytest.raises(KeyboardInterrupt):
+            store(tmp_path, resume=resume)
+    forgotten = not resume and nth > 1
+    if forgotten:
+        with pytest.raises(UsageError, match="the folder of a run"):
             store(tmp_path, resume=True)
-    assert store(tmp_path, resume=True).kept(WORK) == {"a", "c"}
-    assert cases(tmp_path) == ["a", "c"]
+    else:
+        assert store(tmp_path, resume=True).kept(WORK) == {"a", "c"}
+        assert cases(tmp_path) == ["a", "c"]
 
 
 def test_a_unit_has_ended_once_its_record_is_written(
