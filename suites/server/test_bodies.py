@@ -8,6 +8,8 @@ import requests
 from fixtures.drivers.crowd import settled
 
 PROMPT = {"input_ids": [5, 6, 7]}
+CONTEXT = 512
+"""Tokens of the embedded server's."""
 
 
 @pytest.mark.parametrize(
@@ -19,6 +21,12 @@ PROMPT = {"input_ids": [5, 6, 7]}
         ({"input_ids": []}, "input_ids"),
         ({"input_ids": [5, -1]}, "-1"),
         ({"input_ids": [5, 2048]}, "input_ids = 2048 is not accepted; accepted: tokens < 2048"),
+        # The first of the unknown tokens, neither the last nor the largest or smallest.
+        ({"input_ids": [5, 2049, 2050, 2048]}, "input_ids = 2049 is not accepted"),
+        (
+            {"input_ids": [5] * CONTEXT},
+            "tokens of input_ids = 512 is not accepted; accepted: at most 511",
+        ),
         ({"input_ids": ["5"]}, "'5'"),
         ({"input_ids": [5.5]}, "5.5"),
         ({"text": ""}, "text"),
@@ -44,6 +52,21 @@ def test_refused_by_name(embedded_server, body, words):
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, 400), error
     assert words in error["message"]
+
+
+def test_a_prompt_may_leave_room_for_one_token(embedded_server):
+    asked = {"input_ids": [5] * (CONTEXT - 1), "sampling_params": {"max_new_tokens": 1}}
+    answer = requests.post(f"{embedded_server.url}/generate", json=asked, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["meta_info"]["completion_tokens"] == 1
+
+
+def test_of_many_mistakes_five_are_told(embedded_server):
+    asked = PROMPT | {f"unknown_{number}": number for number in range(7)}
+    answer = requests.post(f"{embedded_server.url}/generate", json=asked, timeout=10)
+    told = answer.json()["error"]["message"].split("; ")
+    assert len(told) == 5, f"a body with 7 mistakes is refused by the first 5: {told}"
+    assert told[4].startswith("unknown_4 = 4 is not accepted")
 
 
 @pytest.mark.parametrize(

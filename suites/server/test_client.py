@@ -13,6 +13,7 @@ import pytest
 
 from fixtures.fakes.stub_server import Answerer, Reply, StubServer, script
 from harness.errors import ServerError
+from harness.server.client import sglang
 from harness.server.client.sglang import Answer, Client
 from harness.server.launch.ports import free_port
 
@@ -205,20 +206,36 @@ def test_a_server_that_is_gone_raises() -> None:
     assert client.health() is False
 
 
-def test_a_silent_server_raises() -> None:
+@pytest.fixture
+def silent() -> Iterator[StubServer]:
+    """A server that accepts connections and says nothing for ten seconds."""
     release = threading.Event()
 
-    def silent(_: object) -> Reply:
+    def wait(_: object) -> Reply:
         release.wait(10)
         return Reply()
 
-    with StubServer(silent) as server:
-        began = time.monotonic()
-        with pytest.raises(ServerError) as raised:
-            Client(server.url, timeout_s=0.2).generate(PROMPT, 1)
-        assert time.monotonic() - began < 5.0, "timeout_s ends the wait for an answer"
+    with StubServer(wait) as server:
+        yield server
         release.set()
+
+
+def test_a_silent_server_raises(silent: StubServer) -> None:
+    began = time.monotonic()
+    with pytest.raises(ServerError) as raised:
+        Client(silent.url, timeout_s=0.2).generate(PROMPT, 1)
+    assert time.monotonic() - began < 5.0, "timeout_s ends the wait for an answer"
     assert "timed out" in str(raised.value)
+
+
+def test_a_silent_server_is_not_healthy_however_patient_its_client(
+    silent: StubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang, "HEALTH_S", 0.2)
+    began = time.monotonic()
+    is_healthy = Client(silent.url, timeout_s=60.0).health()
+    assert time.monotonic() - began < 5.0, "a health check waits HEALTH_S, not timeout_s"
+    assert not is_healthy
 
 
 @pytest.mark.parametrize(("status", "well"), [(200, True), (503, False), (404, False)])

@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -21,7 +22,7 @@ from harness.errors import Busy, ServerError
 from harness.server.client.flush import flush
 from harness.server.engine_process import supervisor
 from harness.server.engine_process.supervisor import Supervisor
-from harness.server.http.engine_client import Overloaded
+from harness.server.http.engine_client import Overloaded, WorkerLost
 
 LONG = 400
 """Tokens of an embedded server with a context of 512."""
@@ -132,6 +133,26 @@ def test_abort_all_aborts_every_request():
     waiting = SimpleNamespace(_requests=dict.fromkeys("abc"), abort=aborted.append)
     Supervisor.abort_all(waiting)
     assert aborted == ["a", "b", "c"], "abort_all aborts every request"
+
+
+def test_an_engine_that_is_not_ready_is_not_slowed_down():
+    sent = []
+    starting = SimpleNamespace(healthy=False, _send=sent.append)
+    starting._require_ready = partial(Supervisor._require_ready, starting)
+    with pytest.raises(WorkerLost, match="is starting or was lost"):
+        Supervisor.slow_down(starting, 0.1)
+    assert sent == []
+
+
+def test_every_loss_of_the_engine_is_counted():
+    lost = SimpleNamespace(
+        _ready=asyncio.Event(), _process=SimpleNamespace(exitcode=-9), _requests={}, _replies={},
+        _loop=SimpleNamespace(create_task=lambda restart: restart), _restart=lambda: None,
+        _closing=False, _was_ready=True, _restarts=0,
+    )  # fmt: skip
+    for count in (1, 2, 3):
+        Supervisor._lost(lost)
+        assert lost._restarts == count, "restarts of /server_info counts every loss of the engine"
 
 
 def test_all_are_aborted_at_once(server):

@@ -10,6 +10,7 @@ import requests
 
 from fixtures.drivers.crowd import settled
 from harness.server.http import openai
+from harness.server.http.protocol import ChatCompletionRequest
 
 PROMPT = "def first(items):\n    return"
 NEW = 12
@@ -100,6 +101,22 @@ def test_a_batch_has_a_choice_for_each_prompt(embedded_server):
     assert answer["usage"]["completion_tokens"] == 2 * NEW
 
 
+def test_the_usage_of_a_batch_is_the_sum_of_its_prompts():
+    counts = ("prompt_tokens", "completion_tokens", "cached_tokens")
+    responses = [
+        {"text": "a", "meta_info": dict(zip(counts, row, strict=True)) | {"finish_reason": None}}
+        for row in [(40, 3, 32), (21, 2, 16), (9, 4, 0)]
+    ]
+    expected = {
+        "prompt_tokens": 70,
+        "completion_tokens": 9,
+        "total_tokens": 79,
+        "prompt_tokens_details": {"cached_tokens": 48},
+    }
+    found = openai.completion(openai.COMPLETION, "gqa", responses)["usage"]
+    assert found == expected, "usage has the sums over all prompts of a batch"
+
+
 def test_a_completion_of_tokens_has_16_by_default(embedded_server):
     body = {"prompt": [5, 6, 7], "ignore_eos": True}
     answer = post(embedded_server, "/v1/completions", body).json()
@@ -113,6 +130,13 @@ def test_a_chat_goes_on_to_the_end_of_the_context(embedded_server):
     usage = post(embedded_server, "/v1/chat/completions", body).json()["usage"]
     assert usage["total_tokens"] == embedded_server.client.server_info()["context_length"]
     assert usage["prompt_tokens"] > 400
+
+
+def test_of_both_limits_of_a_chat_the_newer_holds():
+    asked = {"messages": CHAT, "max_tokens": 9, "max_completion_tokens": 5}
+    found = ChatCompletionRequest.model_validate(asked).to_input()
+    said = "max_completion_tokens is taken before max_tokens, which OpenAI has deprecated"
+    assert found.max_new_tokens == 5, said
 
 
 @pytest.mark.parametrize(

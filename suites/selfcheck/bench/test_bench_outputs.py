@@ -81,6 +81,14 @@ def test_verdicts_are_those_of_the_injected_effects(moved: BenchReport) -> None:
     assert (moved.title, moved.is_red, moved.reasons) == ("REGRESSED", True, ())
 
 
+def test_of_one_verdict_the_worst_cost_is_first() -> None:
+    lost = {"tpot": math.log(1.05), "step_time": math.log(1.08), "output_throughput": -0.15}
+    rows = bench_report(lost, workloads=ONE).judged[:3]
+    assert {row.verdict for row in rows} == {BenchVerdict.REGRESSED}
+    worst_first = [f"{BS8}/{name}" for name in ("output_throughput", "step_time", "tpot")]
+    assert [row.case for row in rows] == worst_first, "the worst cost stands first"
+
+
 def test_noise_that_hides_what_must_be_found_is_no_success() -> None:
     moved = {f"{BS8}/tpot": 0.4}
     loud = bench_report(moved, noise=0.03, injected=0.4, blocks=16)
@@ -321,6 +329,17 @@ def test_pytorch_records_have_the_number_of_every_trial(moved: BenchReport) -> N
         assert record["metric"]["benchmark_values"]
     controls = {row.session.id for row in moved.cases if row.is_control}
     assert not controls & {record["metric"]["extra_info"]["session"] for record in records}
+
+
+def test_pytorch_records_have_no_number_of_a_dropped_block(moved: BenchReport) -> None:
+    [case] = [row for row in moved.judged if row.case == f"{BS8}/tpot"]
+    first, *others = case.blocks
+    dropped = replace(first, invalid=("another process used the GPU",))
+    finding = replace(case.finding, blocks=(dropped, *others))
+    told = json.loads(pytorch_benchmark.document([replace(case, finding=finding)]))
+    values = [value for record in told for value in record["metric"]["benchmark_values"]]
+    expected = sorted(value for block in others for value in block.values)
+    assert sorted(values) == expected, "numbers of a dropped block are left out"
 
 
 def test_openmetrics_can_be_read_back(moved: BenchReport) -> None:

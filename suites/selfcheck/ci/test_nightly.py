@@ -82,9 +82,12 @@ def test_a_gpu_that_no_row_is_for_is_refused(text: str) -> None:
         machine.detect(CONFIG, text)
 
 
-def test_unlike_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_of_unlike_compute_capabilities_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="one compute capability"):
-        with_gpus(monkeypatch, ("NVIDIA B200", (10, 0)), ("NVIDIA H200", (9, 0)))
+        with_gpus(monkeypatch, ("NVIDIA X", (10, 0)), ("NVIDIA X", (9, 0)))
+    here = with_gpus(monkeypatch, ("NVIDIA H100", (9, 0)), ("NVIDIA H200", (9, 0)))
+    said = "GPUs of one compute capability are one machine, whatever their names"
+    assert (here.gpus, here.sm) == (("NVIDIA H100", "NVIDIA H200"), (9, 0)), said
 
 
 def plan_of(

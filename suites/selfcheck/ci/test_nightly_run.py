@@ -150,9 +150,12 @@ def test_a_failed_stage_stops_those_that_need_it(tmp_path: Path) -> None:
         Stage("two", python(f"open({str(out / 'two')!r}, 'w')"), ("one",)),
         Stage("three", python(f"open({str(out / 'three')!r}, 'w')")),
         Stage("four", python(""), ("two", "three")),
+        Stage("five", python(""), ("three", "two")),
     ]
     codes = nightly_run.run_stages(night, out)
-    assert codes == {"one": 3, "two": nightly_run.SKIPPED, "three": 0, "four": nightly_run.SKIPPED}
+    skipped = dict.fromkeys(("two", "four", "five"), nightly_run.SKIPPED)
+    said = "a stage is skipped if any that it needs did not succeed, first or last"
+    assert codes == {"one": 3, "three": 0} | skipped, said
     assert sorted(path.name for path in out.iterdir()) == ["three"]
     told = ["one: ended with 3", "two: skipped, a stage before it failed"]
     assert nightly_run.lines(codes, [])[:2] == told
@@ -199,12 +202,15 @@ def test_a_night_is_green_only_with_its_stages_and_its_benchmark(
 
     monkeypatch.setattr(nightly_run, "run_stages", run_stages)
     monkeypatch.setattr(nightly_run.outputs, "page", lambda *_: "a page")
+    (tmp_path / "summary").write_text("of an earlier step\n")
     monkeypatch.setenv(nightly_run.SUMMARY, str(tmp_path / "summary"))
     monkeypatch.setattr(machine, "pynvml", Driver(("NVIDIA X", sm)))
     history = tmp_path / "history.jsonl"
     asked = ["--report", str(tmp_path), "--history", str(history), "--unpinned"]
     assert command.main([*asked, *words]) == exits
     text = (tmp_path / "summary").read_text()
+    said = "a night's summary comes after what the job's other steps told GitHub"
+    assert text.startswith("of an earlier step\n"), said
     assert "as pinned" in text
     assert f"not verified on Blackwell (10.0, 10.3): {left} trials" in text
     [undone] = [line for line in text.splitlines() if line.startswith("  stages: ")] or [""]

@@ -159,7 +159,8 @@ def test_a_machine_offers_the_gpus_that_cuda_shows(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
     uuids = {"a": "GPU-a0-1", "b": "GPU-b0-2"}
     found = (name for index, name in enumerate(uuids) if is_visible(index, uuids[name]))
-    assert "".join(found) == seen
+    said = "CUDA_VISIBLE_DEVICES names a GPU by its index or by how its UUID begins"
+    assert "".join(found) == seen, said
 
 
 def test_a_machine_without_gpus_offers_its_cores(
