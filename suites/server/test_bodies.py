@@ -81,6 +81,7 @@ def test_of_many_mistakes_five_are_told(embedded_server):
         ("POST", "/flush_cache?timeout=never", b"", 400),
         ("POST", "/flush_cache?timeout=-1", b"", 400),
         ("POST", "/abort_request", b"{}", 400),
+        ("POST", "/abort_request", b'{"rid": "a", "abort_all": true}', 400),
     ],
 )
 def test_refused_by_status(embedded_server, verb, path, data, status):

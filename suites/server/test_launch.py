@@ -24,6 +24,7 @@ from harness.server.launch.process import (
     ServerSpec,
     attached,
     launch,
+    run_guarded,
 )
 
 SOON_S = 10.0
@@ -138,6 +139,24 @@ def test_death_is_reported_at_once_with_the_end_of_the_log(log: Path) -> None:
         *(f"line {number}" for number in range(81, 100)),
         "no kernel image",
     ]
+
+
+def test_a_servers_own_environment_wins(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    tells = (sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])")
+    with (
+        pytest.raises(NotReady, match="ended with 0 before"),
+        launch(stub(argv=tells, env={"OMP_NUM_THREADS": "3"}), log),
+    ):
+        pytest.fail("it was never ready")
+    assert log.read_text() == "3\n", "variables of a spec win over those of its launcher"
+
+
+def test_a_signal_is_told_as_a_shell_does(log: Path) -> None:
+    log.parent.mkdir()
+    killed = (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
+    ended = run_guarded(killed, log=log)
+    assert ended == 137, f"a command that signal 9 ended has the exit code 128 + 9, not {ended}"
 
 
 def test_a_command_that_does_not_exist_is_reported(log: Path) -> None:

@@ -94,6 +94,14 @@ def test_kernels_of_sglang_are_compiled_whatever_these_suites_do_with_theirs() -
     assert of_pair("gqa").env["TRITON_INTERPRET"] == "0"
 
 
+def test_threads_of_sglang_are_as_many_as_asked_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert of_pair("gqa").env["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    said = "who sets OMP_NUM_THREADS has it in the servers, too"
+    assert of_pair("gqa").env["OMP_NUM_THREADS"] == "7", said
+
+
 def test_without_a_draft_nothing_is_speculated() -> None:
     argv = of_pair("gqa", draft=None).argv
     assert not any("speculative" in word for word in argv)

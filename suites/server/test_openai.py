@@ -10,13 +10,23 @@ import requests
 
 from fixtures.drivers.crowd import settled
 from harness.server.http import openai
-from harness.server.http.protocol import ChatCompletionRequest
+from harness.server.http.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerateRequest,
+)
 
-PROMPT = "def first(items):\n    return"
+PROMPT = "def first(items):\n    if items:\n        return"
 NEW = 12
 CHAT = [
     {"role": "system", "content": "def first(items):"},
-    {"role": "user", "content": [{"type": "text", "text": "    return"}]},
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "    if items:"},
+            {"type": "text", "text": "        return"},
+        ],
+    },
 ]
 PATHS = {"/v1/completions": {"prompt": PROMPT}, "/v1/chat/completions": {"messages": CHAT}}
 WHOLE = {
@@ -54,7 +64,8 @@ def test_a_whole_answer(embedded_server, path):
     answer = post(embedded_server, path, PATHS[path] | LIMITED).json()
     expected, (name, text) = generated(embedded_server), WHOLE[path]
     [choice] = answer["choices"]
-    assert text(choice) == expected["text"]
+    said = "the text is that of /generate, to which a chat is all parts of its messages"
+    assert text(choice) == expected["text"], said
     assert (choice["index"], choice["finish_reason"]) == (0, "length")
     assert (answer["object"], answer["model"]) == (name, embedded_server.pair)
     prompt = expected["meta_info"]["prompt_tokens"]
@@ -130,6 +141,23 @@ def test_a_chat_goes_on_to_the_end_of_the_context(embedded_server):
     usage = post(embedded_server, "/v1/chat/completions", body).json()["usage"]
     assert usage["total_tokens"] == embedded_server.client.server_info()["context_length"]
     assert usage["prompt_tokens"] > 400
+
+
+@pytest.mark.parametrize(
+    ("model", "least"),
+    [
+        (CompletionRequest, {"prompt": PROMPT}),
+        (ChatCompletionRequest, {"messages": CHAT}),
+        (GenerateRequest, {"text": PROMPT}),
+    ],
+)
+def test_an_answer_goes_on_after_the_end_token_only_where_asked(model, least):
+    asked = {"ignore_eos": True}
+    if model is GenerateRequest:
+        asked = {"sampling_params": asked}
+    said = "the end token ends an answer unless ignore_eos is true"
+    found = [model.model_validate(least | more).to_input().ignore_eos for more in ({}, asked)]
+    assert found == [False, True], said
 
 
 def test_of_both_limits_of_a_chat_the_newer_holds():

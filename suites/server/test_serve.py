@@ -50,6 +50,20 @@ def test_a_mistake_is_named_before_anything_starts(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--slowdown", "10"),
+        ("--slowdown", "0"),
+        ("--num-pages", "34"),
+        ("--context-length", "4096"),
+    ],
+    ids=" ".join,
+)
+def test_what_stands_at_a_bound_is_accepted(words: tuple[str, ...]) -> None:
+    command._check(command.parser().parse_args(["--pair", "gqa", *words]))
+
+
 OPTIONS = EngineOptions(
     models=MODELS,
     pair="gqa",

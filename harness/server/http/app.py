@@ -152,7 +152,7 @@ async def _while_connected(request: Request, work: Awaitable[Any]) -> Any:
     """The work's result.
 
     Raises:
-        ClientLeft: the client went away first; the work is cancelled.
+        ClientDisconnected: the client went away first; the work is cancelled.
     """
     task = asyncio.ensure_future(work)
     disconnected = asyncio.ensure_future(_disconnected(request))

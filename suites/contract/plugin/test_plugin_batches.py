@@ -11,7 +11,12 @@ import torch
 from harness.errors import UsageError
 from harness.plugin.batches import our_batch, our_layer
 from harness.plugin.pools import served_pool
-from harness.upstream.forward_batch_info import EagleDraftExtendInput, EagleVerifyInput, ForwardMode
+from harness.upstream.forward_batch_info import (
+    EagleDraftExtendInput,
+    EagleDraftInput,
+    EagleVerifyInput,
+    ForwardMode,
+)
 from harness.upstream.radix_attention import RadixAttention
 
 FP8 = torch.float8_e4m3fn
@@ -72,6 +77,33 @@ def test_a_draft_extend_has_the_rows_it_declares_or_was_given(
     assert own.spec_info.num_accept_tokens is accepted
 
 
+def test_a_prefill_has_the_positions_and_lengths_that_it_was_given() -> None:
+    lengths, positions = torch.tensor([9, 2, 1]), torch.arange(7, 19)
+    given = {"extend_seq_lens": lengths, "extend_seq_lens_cpu": (9, 2, 1), "positions": positions}
+    own = translated(batch("EXTEND", **given))
+    assert own.extend_seq_lens is lengths
+    assert own.extend_seq_lens_cpu == [9, 2, 1]
+    assert own.positions is positions
+
+
+def test_a_verify_has_its_tokens_and_its_mask() -> None:
+    tokens, mask = torch.arange(12), torch.ones(40, dtype=torch.bool)
+    verify = SimpleNamespace(draft_token=tokens, draft_token_num=4, custom_mask=mask)
+    spec = translated(batch("TARGET_VERIFY", verify)).spec_info
+    assert spec.draft_token is tokens
+    assert spec.custom_mask is mask, "the mask of a verify reaches the backend"
+
+
+def test_a_draft_has_its_first_tokens_and_their_probabilities() -> None:
+    tokens, hidden = torch.tensor([[5], [2], [9]]), torch.zeros(3, 8)
+    draft = SimpleNamespace(topk_index=tokens, topk_p=tokens / 10, hidden_states=hidden)
+    spec = translated(batch("DECODE", draft)).spec_info
+    assert isinstance(spec, EagleDraftInput)
+    assert spec.topk_index is tokens, "topk_index has tokens and topk_p their probabilities"
+    assert spec.topk_p is draft.topk_p
+    assert spec.hidden_states is hidden
+
+
 def test_a_mode_that_is_not_ours_is_refused() -> None:
     with pytest.raises(UsageError, match=r"forward_mode = 'MIXED' .* DRAFT_EXTEND_V2"):
         translated(batch("MIXED"))
@@ -101,6 +133,11 @@ def test_a_layer_without_scales_has_scales_of_one() -> None:
     assert vars(own) == vars(RadixAttention(3, 8, 2, 64, 64, 0.125, sinks=sinks))
     scaled = our_layer(layer(k_scale_float=0.5, v_scale_float=2.0), None)
     assert (scaled.k_scale, scaled.v_scale) == (0.5, 2.0)
+
+
+def test_a_layer_keeps_its_window_and_the_size_of_its_values() -> None:
+    own = our_layer(layer(v_head_dim=48, sliding_window_size=127), None)
+    assert vars(own) == vars(RadixAttention(3, 8, 2, 64, 48, 0.125, sliding_window_size=127))
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,9 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     [
         (False, {}),
         (False, {"kv_cache_dtype": "fp8_e4m3", "page_size": 16}),
+        # Both of sglang's names of one dtype.
+        (False, {"kv_cache_dtype": "bfloat16"}),
+        (False, {"kv_cache_dtype": "bf16"}),
         (False, {"speculative_eagle_topk": None, "speculative_num_draft_tokens": None}),
         (False, {"speculative_num_draft_tokens": 16}),
         (True, {"speculative_num_draft_tokens": 16}),
@@ -72,11 +75,20 @@ def test_what_the_kernels_serve_is_launched(
         (False, {"speculative_num_draft_tokens": 17}, "speculative_num_draft_tokens = 17"),
         (False, {"enable_mixed_chunk": True}, "enable_mixed_chunk = True"),
         (False, {"enable_dp_attention": True}, "enable_dp_attention = True"),
+        (False, {"enable_two_batch_overlap": True}, "enable_two_batch_overlap = True"),
+        (False, {"enable_hierarchical_cache": True}, "enable_hierarchical_cache = True"),
+        (True, {"enable_deterministic_inference": True}, "enable_deterministic_inference = True"),
         (True, {"attention_backend": "specgate_mha"}, "attention of the model = 'mla'"),
         # A backend that serves one phase alone is checked, too.
         (
             False,
             {"attention_backend": "triton", "decode_attention_backend": "specgate_mha"}
+            | {"page_size": 8},
+            "page_size = 8",
+        ),
+        (
+            False,
+            {"attention_backend": "triton", "prefill_attention_backend": "specgate_mha"}
             | {"page_size": 8},
             "page_size = 8",
         ),

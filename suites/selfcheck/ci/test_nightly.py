@@ -127,6 +127,10 @@ def test_benchmark_compares_two_environments_with_controls(sm: str, backend: str
     assert night["reference"].needs == ("reference plugin",)
     assert night["reference plugin"].argv[0] == str(pythons[0])
     assert night["reference plugin"].argv[-1] == str(ROOT)
+    said = "the plugin brings no package of its own into the environment of an arm"
+    assert "--no-deps" in night["reference plugin"].argv, said
+    said = "a pin without a version is the newest release, also where one is installed"
+    assert night["candidate"].argv[-2:] == ("--upgrade", "sglang"), said
     assert night["reference plugin"].needs == ("reference environment",)
     assert {side.shape for side in sides} == {"llama-3.1-8b"}
 

@@ -45,10 +45,9 @@ PLANNED = [
 
 
 def test_trials_are_counted_by_subject() -> None:
-    assert trials.per_subject(PLANNED) == [
-        ("mha/gen", 2, 1, "head_dim"),
-        ("mla/gen", 1, 3, "dtype"),
-    ]
+    expected = [("mha/gen", 2, 1, "head_dim"), ("mla/gen", 1, 3, "dtype")]
+    assert trials.per_subject(PLANNED) == expected
+    assert trials.per_subject(PLANNED[::-1]) == expected, "subjects are told in one order"
 
 
 def test_only_a_passed_record_on_a_gpu_verifies() -> None:
