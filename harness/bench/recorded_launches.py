@@ -73,8 +73,8 @@ class RecordedLaunches:
 
     @property
     def thresholds(self) -> Thresholds:
-        """Of a candidate's session with these cases."""
-        return family_thresholds(len(self.plan.cases))
+        """Of a candidate's session with these cases; parts of a step count in no family."""
+        return family_thresholds(sum(not case.margin.is_part for case in self.plan.cases))
 
     def launches(self, workload: int) -> int:
         """Of all hosts."""

@@ -197,6 +197,20 @@ def test_a_launch_that_sessions_share_counts_once():
     assert recorded.launches(0) == recorded.launches(1) == 9 * 3
 
 
+def test_drawn_sessions_have_the_thresholds_of_a_live_candidate():
+    steps = next(lines(blocks=0)).cases
+    wholes = [replace(case, metric=name) for case in steps for name in ("tpot", "ttft")]
+    parts = [replace(case, metric=f"phase_{n}") for case in steps for n in range(4)]
+    candidate = lines(role=Role.CANDIDATE, cases=(*steps, *wholes, *parts))
+    injected = [lines(role=Role.INJECTED), lines(role=Role.INJECTED)]
+    files = [("h", [*one]) for one in (injected[0], candidate, injected[1])]
+    (recorded,) = recorded_launches(files)
+    assert recorded.plan.role is Role.CANDIDATE, "an injected session has fewer cases"
+    # Three metrics of two workloads share 5 %.
+    said = "phases are told beside a step and count in no family, as in a measured session"
+    assert recorded.thresholds.reject_null == pytest.approx(6 / 0.05), said
+
+
 @pytest.mark.parametrize(
     ("files", "why"),
     [
