@@ -1,5 +1,6 @@
 """A file of records alone says what a benchmark showed, and what in it is no record."""
 
+import gzip
 import json
 import math
 from dataclasses import replace
@@ -12,8 +13,9 @@ from fixtures.fakes import synthetic_bench
 from fixtures.tables.margins import MARGINS
 from fixtures.tables.workloads import WORKLOADS
 from harness.bench import __main__ as compare
-from harness.bench.analysis import dropped, findings, verdict
+from harness.bench.analysis import dropped, findings, verdict, visible
 from harness.bench.jsonl import append, from_json, read, to_json
+from harness.bench.plan import scales
 from harness.bench.session_records import ArmFacts, CasePlan, Role, Session, Trial
 from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.stats.design import Design, draw_order
@@ -164,6 +166,25 @@ def test_a_launch_that_failed_loses_its_block_alone(tmp_path):
     assert not [why for why in found.reasons if why.startswith("count")]
 
 
+@pytest.mark.parametrize(("blocks", "is_enough"), [(2, False), (3, True)])
+def test_three_blocks_of_equal_arms_tell_their_noise(tmp_path, blocks, is_enough):
+    records(tmp_path / "bench.jsonl", ratio=1.0, blocks=blocks)
+    found = judged(tmp_path / "bench.jsonl")
+    assert (found.mde is not None) is is_enough, "three A/A blocks tell what a run could have seen"
+    assert bool(scales([found])) is is_enough, "three A/A blocks calibrate a later run"
+
+
+def test_of_a_metric_the_workload_is_told_that_sees_it_worst(tmp_path):
+    records(tmp_path / "bench.jsonl", blocks=1, role=Role.CANDIDATE)
+    one = judged(tmp_path / "bench.jsonl")
+    case = replace(one.case, bounds=Bounds(delta0=0.001, delta1=math.log(1.03), n_max=16))
+    found = [
+        replace(one, case=case, workload=replace(one.workload, id=name), mde=math.log(seen))
+        for name, seen in (("low", 1.02), ("high", 1.05), ("middle", 1.03))
+    ]
+    assert visible(found) == "seen of what must be: tpot 5.0 % of 3.0 % (high)"
+
+
 def test_records_that_do_not_belong_together_are_refused(tmp_path):
     session, trial = records(tmp_path / "bench.jsonl", blocks=1)
     with pytest.raises(UsageError, match="trial of session"):
@@ -255,6 +276,15 @@ def test_packed_records_are_read_and_not_added_to(tmp_path, capsys, monkeypatch)
     assert "bench.jsonl.gz' is not accepted; accepted: a whole .gz file" in capsys.readouterr().err
     assert bench.main(["--a=embedded:", "--sessions=A/A", f"--out={packed}", "--resume"]) == 2
     assert "accepted: a file that is not packed" in capsys.readouterr().err
+
+
+def test_a_flipped_byte_of_packed_records_is_told_in_one_line(tmp_path):
+    packed = tmp_path / "bench.jsonl.gz"
+    data = bytearray(gzip.compress(b"{}\n"))
+    data[10] |= 0b110  # Of the first block behind the header: a type that there is not.
+    packed.write_bytes(data)
+    with pytest.raises(UsageError, match=r"accepted: a whole \.gz file of JSON lines"):
+        list(read(packed))
 
 
 def test_a_busy_machine_is_told_before_anything_starts(tmp_path, capsys, monkeypatch):

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from fixtures.fakes.synthetic_bench import run_lines
 from fixtures.tables.margins import ROWS
 from harness.bench import block_runner
 from harness.bench.analysis import findings, verdict
 from harness.bench.arms import parse
+from harness.bench.block_runner import open_sessions
 from harness.bench.jsonl import read
 from harness.bench.plan import Setup, scales
 from harness.bench.session import BenchRun
@@ -326,6 +328,19 @@ def test_a_dropped_block_is_replaced(tmp_path, monkeypatch):
     lab.load_of = {0: 0.7, 2: 0.7}
     [found, *_] = lab.run(tmp_path / "bench.jsonl", roles=(Role.CANDIDATE,), blocks_at_most=5)
     assert (found.evidence.blocks, found.evidence.dropped, len(found.blocks)) == (5, 2, 7)
+
+
+def test_as_many_blocks_are_left_as_the_case_with_the_fewest_needs():
+    lines = list(run_lines(blocks=2))
+    found = findings(lines, detectable_too=False)
+    behind = {(Role.SAME, "ttft"): 0, (Role.CANDIDATE, "step_time"): 1}
+    found = [
+        f.with_evidence(replace(f.evidence, blocks=behind.get((f.role, f.metric), 2)))
+        for f in found
+    ]
+    still_open = open_sessions([line for line in lines if isinstance(line, Session)], found)
+    left = {one.session.role: one.left for one in still_open}
+    assert left == {Role.SAME: 16, Role.CANDIDATE: 15, Role.INJECTED: 14}
 
 
 def test_no_wave_begins_that_would_end_too_late(tmp_path, monkeypatch):

@@ -62,6 +62,13 @@ def test_of_a_resumed_run_what_is_left_counts(tmp_path):
     # Of sixteen blocks fourteen are left; the plan is there, so that nothing is rehearsed.
     assert forecast(setup, [*read(path)]).launches == 14 * 4
     assert forecast(setup, [*read(path)]).trials == 14 * 4
+    (w,) = plan.workloads
+    passes = 14 * 4 * (SETUP.warm_ups + plan.passes)
+    tokens = passes * w.requests // w.batch_size * w.output_len
+    expected = 14 * 4 * (LAUNCH_S + TRIAL_S) + tokens * TOKEN_S["embedded"]
+    said = "of a run that is resumed the passes of its plan count, which the rehearsal chose"
+    unsaid = replace(setup, passes=None)
+    assert forecast(unsaid, [*read(path)]).seconds == pytest.approx(expected), said
     decided = tmp_path / "decided.jsonl"
     records(decided, blocks=16, role=Role.CANDIDATE, design=Design.QUADS)
     assert forecast(setup, [*read(decided)]) == Forecast(launches=0, trials=0, seconds=0.0)

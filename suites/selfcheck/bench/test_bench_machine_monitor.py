@@ -58,6 +58,12 @@ def test_a_process_that_came_and_went_is_another_one_on_the_gpu():
     assert monitor.facts()["foreign_processes"] == 2, said
 
 
+def test_a_trial_is_as_hot_as_its_hottest_moment():
+    monitor = MachineMonitor(gpu=Gpu())
+    monitor.readings = [reading(celsius=celsius) for celsius in (41.0, 71.0, 55.0)]
+    assert monitor.facts()["celsius"] == 71.0
+
+
 def test_a_single_reading_tells_the_power_cap():
     with MachineMonitor(gpu=Gpu()) as monitor:
         pass
@@ -113,6 +119,15 @@ def test_a_machine_without_nvml_has_no_gpu(monkeypatch):
 
     monkeypatch.setattr(nvml.pynvml, "nvmlInit", absent)
     assert nvml.first() is None
+
+
+@pytest.mark.parametrize(("shown", "index"), [("2,3", 2), ("", 0), (None, 0)])
+def test_the_gpu_that_cuda_counts_first_is_watched(monkeypatch, shown, index):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    monkeypatch.setattr(nvml, "Nvml", lambda index: index)
+    assert nvml.first() == index
 
 
 @pytest.mark.parametrize("fault", [None, PermissionError])

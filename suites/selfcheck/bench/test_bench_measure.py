@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import requests
 
 from harness.bench import measure
 from harness.bench.arms import parse
@@ -21,6 +22,7 @@ from harness.server.client.sglang import Answer, StreamChunk
 LOOP = Workload(id="loop", batch_size=2, input_len=3, output_len=5, requests=6)
 PROMPTS = [(n, 7, 7) for n in range(6)]
 SLOT = TrialSlot(session="candidate", block=3, place=1, arm="B")
+DIED = ServerError("503: the worker died")
 
 
 def answer(tokens, *, cached=0, steps=2, counted=None):
@@ -38,14 +40,14 @@ def answer(tokens, *, cached=0, steps=2, counted=None):
 class Client:
     """Streams two chunks after an empty one; records which prompts were in flight."""
 
-    def __init__(self, log, *, cached=0, fails=(), last=5, on_gpu=False):
+    def __init__(self, log, *, cached=0, fails=(), last=5, on_gpu=False, error=DIED):
         self.log, self.cached, self.fails, self.last = log, cached, fails, last
-        self.on_gpu = on_gpu
+        self.on_gpu, self.error = on_gpu, error
 
     def stream(self, input_ids, max_new_tokens):
         self.log.append(("sent", input_ids[0], threading.get_ident(), len(input_ids)))
         if input_ids[0] in self.fails:
-            raise ServerError("503: the worker died")
+            raise self.error
         yield StreamChunk(answer=answer(0), at=time.perf_counter())
         yield StreamChunk(answer=answer(1, cached=self.cached), at=time.perf_counter())
         time.sleep(0.01)
@@ -277,6 +279,18 @@ def test_a_server_that_does_not_slow_itself_is_asked_to_sleep_after_the_warm_up(
     assert log[-1] == ("slow_down", None)  # an attached server is arm A as well
 
 
+@pytest.mark.parametrize(("step_ms", "asked_s"), [(1600.0, 0.08), (5000.0, 0.1)])
+def test_after_a_disturbed_warm_up_no_step_sleeps_for_more_than_a_tenth_of_a_second(
+    step_ms, asked_s
+):
+    log = []
+    warm = {(Server.url, LOOP.id, None): step_ms}
+    arm = parse("url:http://server").slowed(0.05)
+    trial = replace(trials(log), warm=warm).run(SLOT, arm, Server(), LOOP)
+    assert trial.slept_s == pytest.approx(asked_s)
+    assert ("slow_down", trial.slept_s) in log
+
+
 @pytest.mark.parametrize(("on_gpu", "slept_on"), [(True, "gpu"), (False, "host")])
 def test_a_slowed_trial_says_who_sleeps(on_gpu, slept_on):
     arm = parse("url:http://server")
@@ -305,6 +319,10 @@ def test_cached_tokens_after_a_flush_refute_it():
     ("client", "why"),
     [
         ({"fails": (2,)}, "request 2: ServerError: 503"),
+        (
+            {"fails": (4,), "error": requests.ConnectionError("reset by peer")},
+            "request 4: ConnectionError: reset by peer",
+        ),
         ({"last": 4}, "request 0: ContractError: 4 tokens came"),
     ],
 )

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from fixtures.fakes.synthetic_bench import session
 from fixtures.tables.margins import REAL_SIZE_ROWS
+from harness.bench import session as bench_session
 from harness.bench.arms import parse
 from harness.bench.jsonl import read
 from harness.bench.plan import Setup
@@ -28,7 +29,7 @@ from harness.bench.stats.stopping import decide, paths
 from harness.bench.stats.validity import Conditions
 from harness.core.environment import environment
 from harness.errors import UsageError
-from suites.selfcheck.bench.test_bench_block_runner import LARGE, SMALL, Lab
+from suites.selfcheck.bench.test_bench_block_runner import LARGE, SMALL, FakeServer, Lab
 
 MARGIN = REAL_SIZE_ROWS[0]
 STEP_MS = {"small": 6.0, "large": 11.0}
@@ -86,6 +87,19 @@ def test_the_noise_within_and_between_launches_is_told_apart():
 def test_levels_are_those_of_arm_a():
     found = rehearsal({"small": (0.0, 0.0), "large": (0.0, 0.0)}).levels
     assert found == pytest.approx({(name, "step_time"): ms for name, ms in STEP_MS.items()})
+
+
+def test_a_metric_that_any_trial_lacks_has_no_level():
+    both, one = recorded((0, 0), "small", 0.0), recorded((0, 1), "small", 0.1)
+    both = replace(both, metrics=both.metrics | {"tpot": 2.0, "ttft": 40.0})
+    one = replace(one, metrics=one.metrics | {"ttft": 50.0})
+    launches = [
+        RehearsedLaunch(spec="A", trials={"small": [both, both]}),
+        RehearsedLaunch(spec="B", trials={"small": [both, one]}),
+    ]
+    found = Rehearsal(launches=launches, launch_s=START_S).levels
+    said = "a metric that a trial of arm B lacks was not measured on both arms"
+    assert {metric for _, metric in found} == {"step_time", "ttft"}, said
 
 
 def test_a_spike_in_a_launch_and_a_launch_that_is_off_change_little():
@@ -258,6 +272,25 @@ def test_the_plan_holds_the_passes_that_the_rehearsal_chose_and_a_resumed_run_ke
     with pytest.raises(UsageError, match="passes of session candidate = 2 is not accepted"):
         again.bench(out, resume=True, roles=(Role.CANDIDATE,), passes=2)
     assert list(read(out)) == lines
+
+
+def test_a_launch_takes_as_long_as_one_with_full_caches(tmp_path, monkeypatch):
+    lab, now, seen = QuietLab(monkeypatch), [0.0], []
+
+    def start(arm, log):
+        # Of four servers the first two compile.
+        now[0] += 30.0 if log.stem.startswith(("rehearsal-0", "rehearsal-1")) else 5.0
+        return FakeServer(lab, log, arm)
+
+    def sized(planned, rehearsal, *rest):
+        seen.append(rehearsal.launch_s)
+        return run_size(planned, rehearsal, *rest)
+
+    monkeypatch.setattr("harness.bench.arms.Arm.start", start)
+    monkeypatch.setattr(bench_session, "run_size", sized)
+    monkeypatch.setattr(bench_session.time, "monotonic", lambda: now[0])
+    lab.bench(tmp_path / "bench.jsonl", roles=(Role.CANDIDATE,), blocks_at_most=1)
+    assert seen == [5.0]
 
 
 def test_the_passes_are_chosen_for_the_time_that_is_left(tmp_path, monkeypatch):

@@ -105,6 +105,7 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "import json, os, sys, time\n"
         f"name = os.path.join({str(log)!r}, str(time.monotonic_ns()))\n"
         "json.dump([os.environ['CUDA_VISIBLE_DEVICES'], sys.argv[1:]], open(name, 'w'))\n"
+        "print('began')\n"
         "print('said', os.environ['CUDA_VISIBLE_DEVICES'])\n"
         "time.sleep(0.2)\n"
         "sys.exit(2 if 'phases' in sys.argv[-4] else 0)\n"
@@ -140,6 +141,15 @@ def test_a_row_that_cannot_be_measured_is_told_and_the_others_are(recorder, tmp_
     ).run(["0"]) == {"phases": 2, "mha-fa3": 0}
     gpus = [json.loads(f.read_text())[0] for f in sorted(recorder.iterdir())]
     assert gpus == ["0", "0"], ONCE
+
+
+def test_a_row_that_cannot_be_measured_is_told_with_its_last_line(
+    recorder, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    words = ["phases", "mha-fa3", "--out", str(tmp_path / "records"), "--seconds", "900"]
+    assert campaign.main(words) == 2
+    assert capsys.readouterr().err == "specgate campaign: phases: said 3\n"
 
 
 def test_a_row_whose_verdict_is_red_was_measured(recorder, tmp_path, monkeypatch, capsys):

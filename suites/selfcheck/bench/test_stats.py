@@ -377,6 +377,20 @@ def test_false_alarms_are_rare_whatever_the_noise(name):
     assert found[BenchVerdict.IMPROVED] <= 0.01
 
 
+def test_sessions_of_a_last_batch_that_is_not_full_count(monkeypatch):
+    monkeypatch.setattr(simulation, "SESSIONS_AT_ONCE", 4)
+    drawn, real = [], simulation.effects
+
+    def effects(scene, sessions, random, **how):
+        drawn.append(sessions)
+        return real(scene, sessions, random, **how)
+
+    monkeypatch.setattr(simulation, "effects", effects)
+    found = simulation.simulate(simulation.SCENARIOS["3% slower, pairs, delta0 1 %"], 10)
+    assert drawn == [4, 4, 2]
+    assert sum(found.by_verdict.values()) == pytest.approx(1.0)
+
+
 def test_without_randomised_orders_the_second_place_is_rejected():
     scenario = simulation.SCENARIOS["A/A, lognormal, margin 0"]
     assert (
