@@ -52,6 +52,7 @@ class Numerics:
         return replace(
             self,
             rounds_query=self.rounds_query - plain,
+            scales_query=self.scales_query - plain,
             rounds_weights=self.rounds_weights - plain,
         )
 

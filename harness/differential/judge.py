@@ -66,7 +66,7 @@ def judge(
     comparisons += _cache(result.pool_state, expected)
     if isinstance(result.output, DraftOutput):
         tie = tie_margin(case.dtype)
-        if case.mode in numerics.scales_query:
+        if case.mode in numerics.of(case).scales_query:
             # Rounds the query so coarsely that two logits within their budgets may change places.
             tie = max(tie, 2 * next(c.allowed for c in comparisons if c.quantity == "logits"))
         comparisons.append(_draft_tokens(result.output, batch, expected, tie))

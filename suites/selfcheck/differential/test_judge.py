@@ -11,19 +11,25 @@ import pytest
 import torch
 
 from fixtures.tables import find
-from harness.core.case import Execution
+from harness.core.case import Execution, KVDtype
+from harness.core.numerics import ANY_MODE, Numerics
 from harness.core.record import Verdict
 from harness.core.tolerance import tie_margin
 from harness.differential import trial
 from harness.differential.compare import Comparison
-from harness.differential.forward import decoys, run_forward
+from harness.differential.forward import ForwardResult, decoys, run_forward
 from harness.differential.inputs import make_trial_inputs
-from harness.differential.judge import _choices, judge
+from harness.differential.judge import TOPK_P_ERROR, _choices, judge
 from harness.differential.rig import Rig
 from harness.differential.trial import run_trial
 from harness.kernels import workspace
 from harness.subjects import SUBJECTS
-from harness.upstream.forward_batch_info import DraftOutput, EagleDraftInput, ForwardBatch
+from harness.upstream.forward_batch_info import (
+    DraftOutput,
+    EagleDraftInput,
+    ForwardBatch,
+    LogitsProcessorOutput,
+)
 
 EAGER, GRAPH = Execution.EAGER, Execution.GRAPH
 MHA, XQA = SUBJECTS["trtllm_mha/trtllm_gen"], SUBJECTS["trtllm_mha/xqa"]
@@ -70,13 +76,46 @@ def test_the_tie_of_a_drafted_token_is_wider_where_the_query_is_scaled_alone() -
     case = find("mha-multi_step_draft-fp16_fp8_cache")
     result = run_forward(XQA, make_trial_inputs(case, *decoys(case)), EAGER)
     plain, coarse = XQA.numerics("cpu"), XQA.capability.numerics
-    ties = []
-    for numerics in (plain, coarse, replace(coarse, scales_query=frozenset({case.mode}))):
-        found = judge(result, EAGER, numerics, workspaces=())
-        ties.append(next(c.allowed for c in found if c.quantity == "draft_tokens"))
+    scaled = replace(coarse, scales_query=frozenset({case.mode}))
+    in_others = replace(coarse, scales_query=ANY_MODE - {case.mode})
     assert case.mode in coarse.rounds_query
-    assert ties[0] == ties[1] == tie_margin(case.dtype)
-    assert ties[2] > 2 * ties[0]
+    for numerics in (plain, coarse, in_others):
+        said = "where no query of the case's own mode is scaled, the tie is its dtype's"
+        assert tie_of(result, numerics) == tie_margin(case.dtype), said
+    assert tie_of(result, scaled) > 2 * tie_margin(case.dtype)
+
+
+def tie_of(result: ForwardResult, numerics: Numerics) -> float:
+    found = judge(result, EAGER, numerics, workspaces=())
+    return next(c.allowed for c in found if c.quantity == "draft_tokens")
+
+
+@pytest.mark.parametrize("kv_dtype", KVDtype)
+def test_no_query_is_scaled_that_is_not_rounded(kv_dtype: KVDtype) -> None:
+    case = replace(find("mha-multi_step_draft-sinks"), kv_dtype=kv_dtype)
+    result = run_forward(MHA, make_trial_inputs(case, *decoys(case)), EAGER)
+    draft = frozenset({case.mode})
+    # So wide a budget that twice of it exceeds every tie.
+    numerics = Numerics(
+        budget_factor=100.0, rounds_query=draft, scales_query=draft, unrounded_with_sinks=draft
+    )
+    said = "a query that stays as it is, over another cache or beside sinks, has its dtype's tie"
+    assert tie_of(result, numerics) == tie_margin(case.dtype), said
+
+
+@pytest.mark.parametrize("request_id", [0, 1])
+def test_a_probability_of_the_top_1_is_judged_in_every_request(request_id: int) -> None:
+    case = find("mha-draft_extend_v1-accept_1_3")
+    right = run_forward(MHA, make_trial_inputs(case, *decoys(case)), GRAPH)
+    assert isinstance(right.output, LogitsProcessorOutput)
+    assert right.output.topk_p is not None
+    handed_out = right.output.topk_p.clone()
+    handed_out[request_id] += 1.5 * TOPK_P_ERROR
+    wrong = replace(right, output=replace(right.output, topk_p=handed_out))
+    found = judge(wrong, GRAPH, MHA.numerics("cpu"), workspaces=())
+    is_told = [(c.quantity, c.verdict) for c in found if not c.passed]
+    said = f"a probability is wrong in request {request_id} alone, whatever the others are"
+    assert is_told == [("topk", Verdict.WRONG_NUMBERS)], said
 
 
 def test_a_message_names_the_first_three_quantities(monkeypatch: pytest.MonkeyPatch) -> None:
