@@ -93,6 +93,18 @@ def test_a_rounded_query_is_the_oracles_too_and_rounded_weights_are_not() -> Non
     assert (reference - plain).norm() > 3 * (plain_reference - plain).norm()
 
 
+def test_new_keys_are_attended_as_they_are_in_that_execution_of_that_mode_alone() -> None:
+    inputs = make_trial_inputs(FP8_VERIFY)
+    numerics = Numerics(attends_new_keys=frozenset({(Mode.TARGET_VERIFY, Execution.EAGER)}))
+    cached = expect(inputs).oracle.logits
+    eager, replayed = (
+        expect(inputs, numerics=numerics, execution=execution).oracle.logits
+        for execution in (Execution.EAGER, Execution.GRAPH)
+    )
+    assert not torch.equal(eager, cached), "its own keys do not come out of the FP8 cache"
+    assert torch.equal(replayed, cached), "a replay reads what the cache holds, whatever is eager"
+
+
 @pytest.mark.parametrize("case", ["mha-decode-fp8_cache", "mha-target_verify-bs2_ragged"])
 def test_other_modes_and_caches_are_asked_as_before(case: str) -> None:
     assert (find(case).mode in ROUNDS.rounds_query) != (find(case).kv_dtype is KVDtype.FP8)

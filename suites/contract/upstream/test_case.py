@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fixtures.tables import CASES, find
-from harness.core.case import Case, Family, Mode
+from harness.core.case import Case, Family, Inputs, KVDtype, Mode
 from harness.errors import UsageError
 
 GOOD: dict[str, Any] = {
@@ -60,6 +60,16 @@ def test_query_lengths_follow_from_the_mode(
     assert case.q_lens == q_lens
     assert case.total_lens == (5 + q_lens[0], 40 + q_lens[1])
     assert case.num_tokens == sum(q_lens)
+
+
+def test_layers_of_an_fp8_cache_differ_in_both_scales() -> None:
+    given = GOOD | {"kv_dtype": KVDtype.FP8}
+    scaled = Case(**given | {"k_scale": 0.5, "v_scale": 2.0})
+    said = "a scale of another layer is another number, of keys and of values"
+    assert scaled.kv_scales == ((0.5, 2.0), (0.25, 0.25)), said
+    assert Case(**given | {"v_scale": 2.0}).kv_scales == ((1.0, 2.0), (1.0, 0.25)), said
+    weighted = Case(**given | {"k_scale": 0.5, "v_scale": 2.0, "inputs": Inputs.WEIGHTED})
+    assert weighted.kv_scales == ((0.5, 2.0), (0.5, 2.0))
 
 
 def test_seeds_depend_on_the_id_alone() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 import socket
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from fixtures import bench, resolution
 from fixtures.fakes.sample_records import trial
 from harness import __main__ as cli
 from harness.bench import __main__ as compare
+from harness.core.argument_types import above_zero, port
 from harness.kernels.limits import __main__ as limits
 from harness.server import __main__ as serve
 
@@ -153,3 +155,25 @@ def test_bad_input_is_told_in_one_line(
     [line] = capfd.readouterr().err.splitlines()
     assert told.format(**places) in line
     assert sorted(Path(places["tmp"]).parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "accepted"),
+    [
+        (port, "0", True),
+        (port, "65535", True),
+        (port, "65536", False),
+        (above_zero, "1e-9", True),
+        (above_zero, "inf", True),
+        (above_zero, "0", False),
+        (above_zero, "nan", False),
+    ],
+)
+def test_a_number_at_its_bound(read: Callable[[str], float], text: str, accepted: bool) -> None:
+    try:
+        read(text)
+        is_accepted = True
+    except ArgumentTypeError:
+        is_accepted = False
+    said = f"{read.__name__} {'accepts' if accepted else 'refuses'} {text}"
+    assert is_accepted is accepted, said

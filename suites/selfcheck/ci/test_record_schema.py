@@ -11,6 +11,7 @@ import pytest
 from harness.core.paths import ROOT
 from harness.core.record import Environment, Quantity, Record, TokenCounts, Verdict
 from harness.core.record_schema import record_schema
+from harness.errors import UsageError
 
 PUBLISHED = json.loads((ROOT / "harness" / "core" / "record.schema.json").read_text())
 RECORD = Record(
@@ -62,6 +63,13 @@ def test_records_are_valid(verdict):
 def test_anything_else_is_not(change, said):
     with pytest.raises(jsonschema.ValidationError, match=said):
         jsonschema.validate(json.loads(RECORD.to_json()) | change, PUBLISHED)
+
+
+def test_a_record_without_its_format_is_refused():
+    data = json.loads(RECORD.to_json())
+    del data["format"]
+    with pytest.raises(UsageError, match=r"^record format = None is not accepted; accepted: 1"):
+        Record.from_json(json.dumps(data))
 
 
 def test_a_record_needs_its_environment():

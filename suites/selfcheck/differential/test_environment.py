@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import platform
+import subprocess
 import sys
 
 import torch
@@ -52,6 +54,18 @@ def test_commands_that_are_absent_or_fail_say_nothing():
     assert asked.command("no-such-program-here") == ""
     assert asked.command(sys.executable, "-c", "print('said'); raise SystemExit(3)") == ""
     assert asked.command(sys.executable, "-c", "print('said')") == "said"
+
+
+def test_a_command_that_hangs_says_nothing(monkeypatch):
+    run, patience = subprocess.run, []
+
+    def impatient(words, **options):
+        patience.append(options.get("timeout", math.inf))
+        return run(words, **options | {"timeout": 0.1})
+
+    monkeypatch.setattr(subprocess, "run", impatient)
+    assert asked.command(sys.executable, "-c", "import time; time.sleep(60)") == ""
+    assert patience[0] <= 60, "a command that hangs keeps no trial waiting"
 
 
 def test_processor_is_read_from_the_kernel(tmp_path):

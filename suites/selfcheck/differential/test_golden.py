@@ -161,10 +161,11 @@ def test_damage_is_named_and_a_rewrite_mends_it(folder, name, damage, said):
     assert settle(folder, Workflow.VERIFY)[1] is GoldenOutcome.VERIFIED
 
 
-def test_a_file_that_nobody_knows_is_an_orphan(folder):
+@pytest.mark.parametrize("stray", ["mla.json", "mla.safetensors"])
+def test_a_file_that_nobody_knows_is_an_orphan(folder, stray):
     (folder / "README.md").write_text("allowed")
-    (folder / "mla.json").write_text("{}")
-    with pytest.raises(GoldenError, match=r"mla\.json is an orphan"):
+    (folder / stray).write_text("{}")
+    with pytest.raises(GoldenError, match=rf"{stray} is an orphan"):
         settle(folder, Workflow.VERIFY)
     settle(folder, Workflow.REWRITE, value=2.0)
     assert set(content(folder)) == {"README.md", "manifest.json", "mha.json", "mha.safetensors"}
@@ -211,6 +212,42 @@ def test_nothing_is_written_before_flush_nor_when_flushing_fails(folder, monkeyp
     monkeypatch.undo()
     assert content(folder) == before
     assert settle(folder, Workflow.VERIFY)[1] is GoldenOutcome.VERIFIED
+
+
+def test_a_recording_that_was_killed_is_told_by_the_files_that_the_old_manifest_lacks(
+    folder, monkeypatch
+):
+    old = content(folder)["manifest.json"]
+    replace_file, replaced = os.replace, []
+
+    def killed(source, place):
+        if replaced:
+            raise KeyboardInterrupt
+        replaced.append(place)
+        replace_file(source, place)
+
+    store = GoldenStore(folder, Workflow.ADD)
+    store.settle("mla", "edge", IDENTITY, lambda: answer(5.0))
+    monkeypatch.setattr("os.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        store.flush()
+    monkeypatch.undo()
+    said = "the manifest takes its place after every file that it lists"
+    assert content(folder)["manifest.json"] == old, said
+    with pytest.raises(GoldenError, match=r"mla\.\w+ is an orphan"):
+        settle(folder, Workflow.VERIFY)
+
+
+def test_a_store_that_was_flushed_records_on(folder):
+    store = GoldenStore(folder, Workflow.ADD)
+    for group, value in (("mla", 5.0), ("swa", 7.0)):
+        store.settle(group, "edge", IDENTITY, lambda value=value: answer(value))
+        store.flush()
+    both = GoldenStore(folder)
+    assert both.damage() == "", "a flush keeps what the flush before recorded"
+    for group, value in (("mha", 0.0), ("mla", 5.0), ("swa", 7.0)):
+        golden, _ = both.settle(group, "edge", IDENTITY, never)
+        assert golden.says_the_same(answer(value))
 
 
 def test_groups_are_files_of_their_own(folder):

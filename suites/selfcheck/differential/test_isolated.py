@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,8 @@ def acted(case: Case, subject: Subject, execution: Execution) -> Record:
             faulthandler.disable()  # pytest's would write a traceback into the log
             signal.signal(signal.Signals[name], signal.SIG_DFL)  # nohup ignores SIGHUP
             os.kill(os.getpid(), signal.Signals[name])
+        case ["interrupted"]:
+            os.kill(os.getpid(), signal.SIGINT)
         case ["exit", code]:
             os._exit(int(code))
         case ["hang"]:
@@ -101,6 +104,32 @@ def test_a_red_trial_that_is_known_is_not_run_again() -> None:
         red = run(process, "red")
     assert red.verdict is Verdict.WRONG_NUMBERS
     assert red.message == first.message
+
+
+def test_a_red_trial_that_a_new_process_ran_first_is_not_run_again(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+
+    def noted(case: Case, subject: Subject, execution: Execution) -> Record:
+        with ran.open("a") as file:
+            file.write(f"{case.id} ")
+        return acted(case, subject, execution)
+
+    with closing(TrialProcess(noted, patience_s=10)) as process:
+        for case in ("first", "kill-SIGSEGV", "red"):
+            run(process, case)
+    # The killed one was the second of its process and is run again; the red one is the first.
+    said = "nothing ran before it in its process, so that nothing is left behind that could decide"
+    assert ran.read_text().split() == ["first", "kill-SIGSEGV", "kill-SIGSEGV", "red"], said
+
+
+def test_ctrl_c_ends_no_trial_before_its_parent_does(process: TrialProcess) -> None:
+    # A shell's background has it ignored from the start, and forks inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        record = run(process, "interrupted")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert record.verdict is Verdict.PASSED, "a trial's process leaves Ctrl-C to its parent"
 
 
 def test_a_process_of_its_own_shares_nothing_with_this_one() -> None:

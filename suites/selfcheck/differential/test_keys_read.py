@@ -11,8 +11,9 @@ import torch
 from fixtures.tables import find
 from harness.attention.trtllm_mla import TRTLLMMLABackend
 from harness.core.case import Case, Execution, Inputs
-from harness.differential.diagnose import keys_read
-from harness.differential.forward import decoys
+from harness.differential.dense import dense_rows
+from harness.differential.diagnose import KeysRead, _faults, keys_read, rotation
+from harness.differential.forward import decoys, run_forward
 from harness.differential.inputs import make_trial_inputs
 from harness.differential.probe_model import ProbeModel
 from harness.differential.traced_inputs import (
@@ -153,6 +154,38 @@ def test_keys_rotated_for_other_positions_are_named(
     record = run_trial(case, MLA if case.family == "mla" else MHA, execution)
     size = "2 too small" if shift < 0 else "1 too large"
     assert record.message.startswith(f"keys of request 0 were rotated for positions {size}")
+
+
+def test_keys_that_are_nearer_to_another_position_but_not_there_are_not_named() -> None:
+    case = find("mha-target_verify-bs2_ragged")
+    inputs = make_trial_inputs(case)
+    result = run_forward(MHA, inputs, EAGER)
+    batch = inputs.tested
+    slots = torch.tensor(batch.new_slots[1])
+    at = torch.arange(case.prefix_lens[1], case.total_lens[1])
+    right, next_to_it = (
+        dense_rows(inputs.weights, case, batch.new_tokens[1], at + shift, queries=0).k[0].double()
+        for shift in (0, 1)
+    )
+    own = result.pool_state.buffers()["k0"]
+    assert not rotation(result)
+    for share, said in (
+        (1.0, "keys of request 1 were rotated for positions 1 too large"),
+        (0.6, ""),
+    ):
+        own[slots] = (right + share * (next_to_it - right)).to(own.dtype)
+        told = "keys are said to be rotated for another position where they are those of it"
+        assert rotation(result) == said, told
+
+
+def test_every_request_whose_keys_were_read_is_named() -> None:
+    read = KeysRead(keys={(0, 0), (1, 4), (1, 5), (2, 3), (3, 9)})
+    faults = _faults(read, 2, expected={(2, 3)}, first=0, position=3)
+    assert faults == [
+        "keys 0 of request 0",
+        "keys 4..5 of request 1",
+        "keys 9 of request 3",
+    ], "each request whose keys were read is named"
 
 
 @pytest.mark.parametrize("execution", Execution)

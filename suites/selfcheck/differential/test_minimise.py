@@ -99,6 +99,16 @@ def test_a_fault_that_needs_nothing_leaves_the_plainest_case(mode: Mode) -> None
     assert smallest == plainest
 
 
+def test_the_record_is_the_smallest_case_s() -> None:
+    def run(case: Case) -> Record:
+        verdict = Verdict.WRONG_NUMBERS if case.bs > 2 else Verdict.PASSED
+        return trial(case.id, verdict, message=f"logits: {case.bs} rows wrong")
+
+    smallest, record = minimise(RAGGED, run)
+    assert smallest.bs == 3
+    assert record.message == "logits: 3 rows wrong", "the record is that of the case it comes with"
+
+
 def test_another_cause_is_not_followed() -> None:
     def run(case: Case) -> Record:
         message = MESSAGE if case.bs == 8 else "max_seq_len = 3 is not accepted"

@@ -46,6 +46,14 @@ def test_a_renamed_file_counts(tree: Path) -> None:
     assert taken(tree) != before
 
 
+def test_a_moved_file_counts(tree: Path) -> None:
+    before = taken(tree)
+    # Last in both trees, so that no order gives it away.
+    (tree / "suites").mkdir()
+    (tree / "harness" / "a.py").rename(tree / "suites" / "a.py")
+    assert taken(tree) != before, "a file of the same name in another folder is another tree"
+
+
 @pytest.mark.parametrize(
     "name",
     [

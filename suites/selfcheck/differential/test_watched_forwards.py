@@ -138,6 +138,29 @@ def test_work_that_is_left_out_is_told_too() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("subject", "case"),
+    [
+        ("trtllm_mha/xqa", replace(find("mha-target_verify-bs2_ragged"), prefix_lens=(33,))),
+        ("trtllm_mha/xqa", replace(find("mha-decode-bs2_ragged"), prefix_lens=(33,))),
+        (
+            "trtllm_mla/trtllm_gen",
+            replace(
+                find("mla-draft_extend_v1-bs2_ragged"),
+                id="one-accepted-token",
+                prefix_lens=(33,),
+                accept_lens=(1,),
+            ),
+        ),
+    ],
+    ids=["mask-of-one-request", "query-of-one-token", "padded-query-of-one-token"],
+)
+def test_one_request_has_the_operations_of_its_own(subject: str, case: Case) -> None:
+    record = run_trial(case, SUBJECTS[subject], EAGER)
+    said = f"what torch need not copy for one request or token counts as none: {record.message}"
+    assert record.verdict is Verdict.PASSED, said
+
+
 @pytest.mark.parametrize("kv", ["auto", "float8_e4m3fn"])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("kernel", ["trtllm_gen", "xqa"])
@@ -214,6 +237,8 @@ DRAFT = find("mha-multi_step_draft-bs2_ragged")
         (VERIFY, ["mla_decode"] * 4, None, "mla_decode 4 times, expected mla_decode 2 times"),
         (VERIFY, [], None, "nothing, expected mla_decode 2 times"),
         (VERIFY, ["mla_decode", "mla_context"], None, "mla_decode 1 times, mla_context 1 times,"),
+        (VERIFY, ["mla_decode"] * 2 + ["mla_context"], None, "mla_decode 2 times, mla_context 1"),
+        (VERIFY, ["mla_decode"] * 8 + ["mla_context"], 2, "mla_decode 8 times, mla_context 1"),
         (VERIFY, ["mla_decode"] * 8, 2, ""),
         (VERIFY, ["mla_decode"] * 12, 2, ""),
         (VERIFY, ["mla_decode"] * 4, 2, "mla_decode 4 times, expected mla_decode 4 times and as"),

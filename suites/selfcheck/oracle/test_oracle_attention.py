@@ -83,6 +83,8 @@ def test_no_query_no_row():
         pytest.param(5, {}, id="prefix-too-long"),
         pytest.param(4, {"k": (6, 2, 7)}, id="key-dim"),
         pytest.param(4, {"v": (6, 1, 5)}, id="value-heads"),
+        pytest.param(4, {"v": (7, 2, 5)}, id="more-values-than-keys"),
+        pytest.param(4, {"k": (7, 2, 8)}, id="more-keys-than-values"),
         pytest.param(4, {"k": (6, 4, 8), "v": (6, 4, 5)}, id="no-whole-group"),
     ],
 )

@@ -184,6 +184,22 @@ def test_latent_attention_equals_its_absorbed_form(q_lora_rank, interleave):
     torch.testing.assert_close(hidden, norm(x, tensors["model.norm.weight"]))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_correction_biases_stay_wide_at_a_narrow_dtype(dtype):
+    # Two experts whose biases are one number in 16 bits.
+    bias = torch.tensor([1.0, 1.00001])
+    tensors = {
+        "mlp.gate.e_score_correction_bias": bias,
+        "mlp.gate.weight": torch.zeros(2, 1),
+    }
+    weights = OracleWeights.at_dtype(tensors, dtype).at("mlp")
+    assert weights["gate.weight"].dtype == dtype
+    config = {"n_routed_experts": 2, "num_experts_per_tok": 1}
+    share = route(weights, torch.ones(1, 1, dtype=dtype), config)
+    said = "experts are chosen by their biases as the checkpoint has them"
+    assert share.tolist() == [[0, 1]], said
+
+
 def test_experts_are_chosen_by_group_and_weighted_by_affinity():
     # Affinity of expert 0 … 5; groups are (0, 1), (2, 3), (4, 5).
     affinity = torch.tensor([0.9, 0.1, 0.5, 0.6, 0.95, 0.02], dtype=torch.float64)
