@@ -191,6 +191,27 @@ def test_another_search_asks_its_own_questions(
         assert [release for release, _ in runs][:2] == [good, "0.5.23"]
 
 
+def test_other_words_ask_other_trials(
+    runs: list[tuple[str, list[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--good", "0.5.12", "--bad", "0.5.23", "--report", str(tmp_path), "-k"]
+    assert main([*given, "bs1_short"]) == 0
+    runs.clear()
+    assert main([*given, "bs2_ragged"]) == 0
+    asked = [("0.5.12", ["-k", "(bs2_ragged)"])]
+    assert runs[:1] == asked, "what was kept of other words answers nothing"
+    assert "bs1_short" not in capsys.readouterr().out.rpartition("0.5.20: 1 turned")[2]
+
+
+def test_records_of_a_few_do_not_stand_for_the_plan_of_all() -> None:
+    cut_short = record("mha-decode-bs1_short", "0.5.12", is_bad=False, planned=3)
+    named = record("mha-decode-bs2_ragged", "0.5.12", is_bad=False, planned=1)
+    for order in ([cut_short, named], [named, cut_short]):
+        assert not bisect._holds(bisect.by_name(order), None), "2 of 3 planned trials are known"
+    whole = [replace(named, planned=2), replace(cut_short, planned=2)]
+    assert bisect._holds(bisect.by_name(whole), None)
+
+
 def git(repository: Path, *words: str) -> str:
     who = ["-c", "user.name=t", "-c", "user.email=t@t"]
     done = subprocess.run(

@@ -20,6 +20,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from ci import __main__ as ci
+from ci import clients
 from fixtures.pytest_plugin.poll import eventually
 from harness.core.paths import ROOT
 from harness.core.signals import hear_sigint
@@ -127,9 +128,12 @@ def test_lane_gets_its_arguments_and_returns_its_code(
 
 
 TIDIES = """
-import pathlib, signal, sys, time
+import os, pathlib, signal, sys, time
+def hurry(*_):  # as tox, which leaves everything as it is
+    pathlib.Path(sys.argv[1]).write_text("told twice")
+    os._exit(3)
 def tidy(*_):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # tox hears of it twice where both are told
+    signal.signal(signal.SIGINT, hurry)
     time.sleep(0.5)
     pathlib.Path(sys.argv[1]).write_text("tidied")
     sys.exit(130)
@@ -142,7 +146,7 @@ for _ in range(600):  # a signal just before one long sleep would be heard after
 
 @pytest.mark.parametrize(
     ("told", "number", "told_s"),
-    [(os.killpg, signal.SIGINT, 2.0), (os.kill, signal.SIGINT, 2.0), (os.kill, signal.SIGTERM, 30)],
+    [(os.killpg, signal.SIGINT, 30), (os.kill, signal.SIGINT, 2.0), (os.kill, signal.SIGTERM, 30)],
     ids=["by_a_terminal", "alone", "by_a_scheduler"],
 )
 def test_an_interrupted_lane_puts_things_in_order(
@@ -163,8 +167,8 @@ def test_an_interrupted_lane_puts_things_in_order(
     told(program.pid, number)
     began = time.monotonic()
     _, errors = program.communicate(timeout=60)
-    assert time.monotonic() - began < 20, "who is told by SIGTERM hands it on at once"
-    assert said.read_text() == "tidied"
+    assert time.monotonic() - began < 20, "it is handed on, of SIGTERM at once"
+    assert said.read_text() == "tidied", "a lane that is told, and tidies, is not told again"
     assert errors.splitlines()[-1] == "KeyboardInterrupt"
     assert program.returncode == -signal.SIGINT
 
@@ -293,3 +297,22 @@ def test_failed_installation_is_one_line_and_made_anew(
         [line] = capsys.readouterr().err.splitlines()
         assert line.startswith("ci: no tool environment: ")
     assert not (tools / "stamp").exists()
+
+
+def test_clients_of_another_python_or_of_other_pins_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "CLIENTS_FOLDER", tmp_path)
+    monkeypatch.setattr(clients, "STAMP", tmp_path / "installed.txt")
+    pins = tmp_path / "clients.txt"
+    pins.write_text("openai==1.0\n")
+    monkeypatch.setattr(clients, "REQUIREMENTS", pins)
+    assert clients.python() is None
+    clients.STAMP.write_text(f"{sys.version}\nopenai==1.0\n")
+    said = "what this Python installed, of these pins, is used"
+    assert clients.python() == tmp_path / "bin" / "python", said
+    with monkeypatch.context() as another:
+        another.setattr(clients, "sys", SimpleNamespace(version="3.99.0"))
+        assert clients.python() is None, "what another Python installed is not importable here"
+    pins.write_text("openai==1.1\n")
+    assert clients.python() is None, "the pins have moved on"

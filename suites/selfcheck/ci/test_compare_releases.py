@@ -12,13 +12,14 @@ import torch
 import yaml
 
 from fixtures import compare_releases
-from fixtures.compare_releases import Change, Key, changes, comment, key, listed, main
+from fixtures.compare_releases import Change, Key, Side, changes, comment, key, listed, main
 from fixtures.latency import latency_sides
 from fixtures.latency.latency_sides import EAGER, NEW, OLD, REPLAYED, Timed, medians
 from fixtures.tables.latency import USUAL
 from harness.core.environment import environment
 from harness.core.paths import ROOT
 from harness.core.record import Record, Verdict, write_records
+from harness.errors import UsageError
 
 PASSED = Record(
     case="mha-decode-bs1_short",
@@ -59,6 +60,11 @@ def test_the_release_is_no_part_of_a_trial_and_ours_is_a_side() -> None:
             True,
         ),
         (
+            replace(PASSED, effects={"host_syncs": 1, "moved": 4096}),
+            replace(NEWER, effects={"host_syncs": 2, "moved": 512}),
+            True,
+        ),
+        (
             replace(PASSED, effects={"host_syncs": 4}),
             replace(NEWER, effects={"host_syncs": 0}),
             False,
@@ -74,7 +80,7 @@ def test_worse_is_a_new_red_trial_or_another_host_sync(
     old: Record, new: Record, worse: bool
 ) -> None:
     (change,) = changes(by_key(old), by_key(new))
-    assert change.is_worse is worse
+    assert change.is_worse is worse, "one more host sync is worse, whatever else was saved"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +152,7 @@ def test_chosen_trials_do_not_pass_for_all(
 ) -> None:
     asked: list[tuple[str, ...]] = []
 
-    def run(side: compare_releases.Side, folder: Path, args: Sequence[str]) -> None:
+    def run(side: compare_releases.Side, folder: Path, args: Sequence[str]) -> int:
         asked.append(tuple(args))
         folder.mkdir(parents=True, exist_ok=True)
         cases = ["chosen"] if args else ["chosen", "another"]
@@ -154,6 +160,7 @@ def test_chosen_trials_do_not_pass_for_all(
             replace(PASSED, case=case, planned=len(cases), environment=ours) for case in cases
         ]
         write_records(folder / "records.jsonl", records)
+        return 0
 
     ours = replace(PASSED.environment, commit="c1", dirty=False)
     monkeypatch.setattr(compare_releases, "environment", lambda: ours)
@@ -167,15 +174,43 @@ def test_chosen_trials_do_not_pass_for_all(
     capsys.readouterr()
 
 
+@pytest.mark.parametrize(
+    ("code", "planned", "told"),
+    [
+        (0, 1, None),
+        (1, 1, None),
+        (2, 1, "0.5.23: its run broke off: pytest ended with 2"),
+        (3, 1, "0.5.23: its run broke off: pytest ended with 3"),
+        (4, 1, "0.5.23: its run broke off: pytest ended with 4"),
+        (-9, 1, "0.5.23: its run broke off: pytest ended with -9"),
+        (1, 3, "0.5.23: 2 of 3 trials left no record"),
+    ],
+)
+def test_a_run_that_broke_off_is_told_and_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, planned: int, told: str | None
+) -> None:
+    monkeypatch.setattr(compare_releases.Side, "run", lambda *_: code)
+    chosen = tmp_path / compare_releases.CHOSEN
+    chosen.mkdir()
+    write_records(chosen / "records.jsonl", [replace(PASSED, planned=planned)])
+    side = compare_releases.Side("0.5.23")
+    if told is None:
+        assert compare_releases.records_of(side, tmp_path, ("-k", "bs1")) == by_key(PASSED)
+        return
+    with pytest.raises(UsageError, match=f"^{told}$"):
+        compare_releases.records_of(side, tmp_path, ("-k", "bs1"))
+
+
 @pytest.mark.parametrize("has_flashinfer", [False, True])
 def test_a_checkout_that_may_have_changed_is_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_flashinfer: bool
 ) -> None:
     ran: list[str] = []
 
-    def run(side: compare_releases.Side, folder: Path, args: Sequence[str]) -> None:
+    def run(side: compare_releases.Side, folder: Path, args: Sequence[str]) -> int:
         ran.append(side.name)
         write_records(folder / "records.jsonl", [PASSED])
+        return 0
 
     monkeypatch.setattr(compare_releases.Side, "run", run)
     monkeypatch.setattr(compare_releases, "_is_whole", bool)
@@ -216,6 +251,31 @@ def test_records_of_other_changes_are_made_again(
     monkeypatch.setattr(compare_releases, "environment", lambda: ours)
     record = replace(PASSED, environment=theirs, planned=planned)
     assert compare_releases._is_whole([record]) is is_whole
+
+
+def test_records_of_two_trees_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = (replace(PASSED.environment, commit=c, dirty=False) for c in ("c1", "c2"))
+    monkeypatch.setattr(compare_releases, "environment", lambda: first)
+    two = [replace(PASSED, environment=made, planned=2) for made in (first, other)]
+    for records in (two, two[::-1]):
+        assert not compare_releases._is_whole(records), "every record is of this very commit"
+    assert compare_releases._is_whole([two[0], two[0]])
+
+
+def test_each_side_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    sides = [
+        Side("0.5.22"),
+        Side("0.5.23"),
+        Side(compare_releases.OURS),
+        Side("0.5.23", flashinfer=tmp_path / "a"),
+        Side("0.5.23", flashinfer=tmp_path / "b"),
+        Side(str(tmp_path / "a")),
+        Side(str(tmp_path / "b")),
+        Side(str(tmp_path / "a"), flashinfer=tmp_path / "a"),
+    ]
+    folders = [compare_releases._folder(side) for side in sides]
+    assert folders[:3] == ["0.5.22", "0.5.23", "ours"]
+    assert len(set(folders)) == len(sides), "records of one side must not answer for another"
 
 
 def test_equal_releases_end_with_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,3 +143,23 @@ def test_nothing_of_ray_is_handed_to_what_a_node_starts(monkeypatch: pytest.Monk
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
     assert "RAY_ADDRESS" not in nodes.variables()
     assert nodes.variables()["PYTHONPATH"] == os.pathsep.join((str(ROOT), "elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("found", "needed", "is_wrong"),
+    [
+        ("2.1", "2.1", False),
+        ("2.1+cu130", "2.1", False),
+        ("2.10.1", "2.1", True),
+        ("2.1", "2.10.1", True),
+        ("2.1.1", "2.1", True),
+    ],
+)
+def test_a_version_is_the_pinned_one_or_wrong(
+    monkeypatch: pytest.MonkeyPatch, found: str, needed: str, is_wrong: bool
+) -> None:
+    monkeypatch.setattr(nodes, "version", lambda name: found)
+    told = [f"torch = {found!r} is not accepted; accepted: {needed}"] if is_wrong else []
+    assert list(nodes.wrong_versions({"torch": needed})) == told, (
+        "a version that begins alike is another"
+    )

@@ -268,3 +268,16 @@ def test_what_a_node_does_before_its_first_unit_is_told_until_one_has_ended() ->
     assert {blank, planned} == {"run on sm90: 0 of ?, 0 red; each node compiles"}
     assert later[0] == "run on sm90: 0 of 12, 0 red; each node compiles"
     assert later[1] == "run on sm90: 2 of 12, 0 red"
+
+
+def test_a_run_began_when_the_first_of_its_units_did() -> None:
+    # Answers come in another order than their batches began; the first batch began nothing.
+    began = iter((0.0, 300.0, 200.0, 400.0))
+
+    def answer(question: Question) -> Answer:
+        given = usual(question[1])
+        if not isinstance(given, Ended):
+            return given
+        return replace(given, began=next(began, 500.0))
+
+    assert Ran(ScriptedCluster(answer)).drive.began == 200.0, "the first of all that began"

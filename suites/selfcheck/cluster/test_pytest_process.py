@@ -63,6 +63,9 @@ def breaks():
 def test_skips_and_breaks(breaks):
     pytest.skip("no such kernel")
 
+def test_fails_and_breaks(breaks):
+    assert 1 == 2
+
 def test_exits(record_trial):
     record_trial(trial("exits", Verdict.ERROR))
     os._exit(7)
@@ -111,7 +114,7 @@ def process(folder: Path) -> Iterator[PytestProcess]:
 
 
 def test_one_collection_serves_several_batches(process: PytestProcess, folder: Path) -> None:
-    assert len(process.collected) == 10
+    assert len(process.collected) == 11
     first = process.run([node_id("passes"), node_id("is_red"), node_id("is_skipped")], 30.0)
     assert [(end.unit, end.outcome) for end in first.ended] == [
         (node_id("passes"), "passed"),
@@ -126,11 +129,14 @@ def test_one_collection_serves_several_batches(process: PytestProcess, folder: P
     assert first.ended[2].message.endswith("no such kernel")
     assert (first.killer, first.left) == ("", ())
     assert abs(first.began - time.time()) < 60
-    second = process.run([node_id("last"), node_id("skips_and_breaks")], 30.0)
-    last, broken = second.ended
+    names = ("last", "skips_and_breaks", "fails_and_breaks")
+    second = process.run([node_id(name) for name in names], 30.0)
+    last, broken, failed = second.ended
     assert (last.outcome, last.seconds) == ("passed", 0.01)
     assert broken.outcome == "failed", "a skipped test whose teardown fails counts as failed"
     assert broken.message == "test_asked.py:35: RuntimeError: not put back"
+    assert failed.outcome == "failed"
+    assert failed.message == "test_asked.py:41: assert 1 == 2", "the first failure is the cause"
     # What the tests of a batch share is made once for it, and torn down before the next.
     assert (folder / "made.txt").read_text().split() == ["made", "torn"] * 2
 

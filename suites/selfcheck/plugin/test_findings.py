@@ -16,7 +16,7 @@ from fixtures.tables.findings import FINDINGS, Finding, find_finding
 from fixtures.upstream import unseen_findings, verdict_tables
 from harness.core.capability import refusal
 from harness.core.case import Execution, Mode
-from harness.core.record import Record, Verdict
+from harness.core.record import Record, Verdict, write_records
 from harness.errors import UsageError
 from harness.sglang.context import INTERPRETED
 from harness.sglang.releases import RELEASES, Release, find_release
@@ -107,6 +107,45 @@ def test_a_finding_that_no_trial_shows_is_told(monkeypatch: pytest.MonkeyPatch) 
     assert unseen_findings(find_release("0.5.16"), [seen]) == []
     elsewhere = replace(seen, subject="sglang-0.5.16/trtllm_mla/trtllm_gen")
     assert unseen_findings(find_release("0.5.16"), [elsewhere]) == []
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [({}, 0), ({"0.5.14": 1}, 1), ({"0.5.16": 1, "0.5.18": 2}, 2), ({"0.5.16": -9}, -9)],
+)
+def test_of_several_releases_the_worst_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: dict[str, int], code: int
+) -> None:
+    def run(release: Release, folder: Path, *_: object) -> int:
+        folder.mkdir(parents=True)
+        write_records(folder / "records.jsonl", [trial("mha-decode-bs1_short")])
+        return codes.get(release.version, 0)
+
+    monkeypatch.setattr(upstream, "run_release", run)
+    monkeypatch.setattr(upstream, "install", lambda *_, **__: None)
+    monkeypatch.setattr(upstream, "FINDINGS", ())
+    words = ["0.5.14", "0.5.16", "0.5.18", "--report", str(tmp_path)]
+    assert upstream.main(words) == code, "a run that a signal ended, -9, is worse than a green one"
+
+
+def test_a_run_that_shows_a_finding_no_more_is_red(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    passed = replace(SHOWN, verdict=Verdict.PASSED, message="")
+
+    def run(release: Release, folder: Path, *_: object) -> int:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "records.jsonl").unlink(missing_ok=True)
+        write_records(folder / "records.jsonl", [passed])
+        return 0
+
+    monkeypatch.setattr(upstream, "run_release", run)
+    monkeypatch.setattr(upstream, "install", lambda *_, **__: None)
+    monkeypatch.setattr(upstream, "FINDINGS", (FINDING,))
+    words = ["0.5.16", "--report", str(tmp_path)]
+    assert upstream.main(words) == 1, "the table says that the release has it"
+    assert "finding wall is not seen in 0.5.16" in capsys.readouterr().out
+    assert upstream.main([*words, "-k", "decode"]) == 0, "a part of the rows need not show it"
 
 
 def test_a_finding_whose_trials_show_another_may_be_there_behind_it(

@@ -30,7 +30,7 @@ def test_records_name_the_kind(pytester: pytest.Pytester, args: tuple[str, ...],
     assert (record.kind, record.device) == (kind, "cpu")
 
 
-@pytest.mark.parametrize("name", ["", "sm", "SM100", "10.0", "sm9", "gpu"])
+@pytest.mark.parametrize("name", ["", "sm", "SM100", "10.0", "sm9", "gpu", "sm90a", "cpu0"])
 def test_a_name_that_no_kind_has_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=f"--kind = '{name}' is not accepted; accepted: cpu, or"):
         checked(name, "cpu")

@@ -127,7 +127,46 @@ def test_where_nothing_is_left_the_run_is_green(project: pytest.Pytester) -> Non
     assert (result.ret, ran(project), len(records(project))) == (0, [], 6)
 
 
-@pytest.mark.parametrize("fact", ["commit", "torch", "device"])
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_choice_that_matches_nothing_is_no_success(
+    project: pytest.Pytester, workers: str
+) -> None:
+    project.runpytest_inprocess(*ARGS)
+    spread = (*ARGS, "-n", workers, "--resume", "-k")
+    codes = [project.runpytest_inprocess(*spread, words).ret for words in ("typo", "trial and 4")]
+    said = "a choice of nothing is an error as ever, one of which all has ended is not"
+    assert codes == [pytest.ExitCode.NO_TESTS_COLLECTED, pytest.ExitCode.OK], said
+
+
+def test_a_red_trial_that_is_not_chosen_keeps_its_record(project: pytest.Pytester) -> None:
+    project.runpytest_inprocess(*ARGS)
+    (project.path / "mended").touch()
+    for words in ("typo", "trial and 4"):
+        project.runpytest_inprocess(*ARGS, "--resume", "-k", words)
+        found = {case: record.verdict for case, record in records(project).items()}
+        green = {f"case{number}": Verdict.PASSED for number in (0, 1, 2, 4, 5)}
+        said = "a red trial that was not asked again is still red"
+        assert found == green | {"case3": Verdict.WRONG_NUMBERS}, said
+    project.runpytest_inprocess(*ARGS, "--resume")
+    assert {record.verdict for record in records(project).values()} == {Verdict.PASSED}
+
+
+def test_a_run_killed_after_it_repeated_a_red_trial_goes_on(
+    project: pytest.Pytester,
+) -> None:
+    project.runpytest_inprocess(*ARGS)
+    ran(project)
+    path = project.path / "out" / "records.jsonl"
+    write_records(path, [replace(records(project)["case3"], verdict=Verdict.PASSED, message="")])
+    assert project.runpytest_inprocess(*ARGS, "--resume").ret == 0
+    assert ran(project) == [], "the last record of a test says how it ended"
+    assert records(project)["case3"].verdict is Verdict.PASSED
+
+
+FACTS = ("commit", "tree", "python", "torch", "flashinfer", "device", "driver")
+
+
+@pytest.mark.parametrize("fact", FACTS)
 def test_records_of_another_tree_or_machine_are_refused(
     project: pytest.Pytester, fact: str
 ) -> None:
@@ -139,7 +178,7 @@ def test_records_of_another_tree_or_machine_are_refused(
     write_records(path, [found[0], replace(found[1], environment=there)])
     before = path.read_bytes()
     result = project.runpytest_inprocess(*ARGS, "--resume")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert result.ret == pytest.ExitCode.USAGE_ERROR, f"{fact} must be what it was"
     assert f"{fact} = 'another' is not accepted; accepted: " in "\n".join(result.errlines)
     assert path.read_bytes() == before
 

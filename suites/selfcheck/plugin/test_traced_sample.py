@@ -85,7 +85,14 @@ def test_fixtures_and_processes_are_traced_where_their_test_is(
 
         def test_next(given):
             assert given == traced() == [True] * 3
+
+        def test_last():
+            running = []
+            while (current := Coverage.current()) in own:
+                current.stop()
+                running.append(current)
+            assert running == own[::-1], "whatever was stopped is started again, in its place"
         """
     )
     plugin = ("-p", "fixtures.pytest_plugin.traced_sample", "-n0")
-    pytester.runpytest_subprocess(*plugin).assert_outcomes(passed=2)
+    pytester.runpytest_subprocess(*plugin).assert_outcomes(passed=3)

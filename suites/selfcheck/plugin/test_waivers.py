@@ -11,7 +11,8 @@ import pytest
 from fixtures.plan import trials
 from fixtures.pytest_plugin.goldens import PAIRS, prompts
 from fixtures.pytest_plugin.waivers import idle
-from fixtures.tables import waivers
+from fixtures.tables import findings, waivers
+from fixtures.tables.findings import Finding
 from fixtures.tables.waivers import WAIVERS, Waiver
 from harness.core.case import Execution
 from harness.core.record import Verdict, read_records
@@ -84,6 +85,62 @@ def test_covered_trials_are_waived_while_red(
     told = "a refused trial whose teardown fails leaves a red record"
     assert obtained["refused_late"] == EXPECTED["refused_late"], told
     assert obtained == EXPECTED
+
+
+EXPLAINED = """
+import pytest
+from fixtures.fakes.sample_records import trial
+from harness.core.record import Verdict
+
+def leave(record_trial, case):
+    red = {"subject": "sglang-0.5.16/trtllm_mha/xqa", "message": "row 3"}
+    record_trial(trial(case, Verdict.WRONG_NUMBERS, **red))
+
+@pytest.fixture
+def breaks_before(record_trial):
+    leave(record_trial, "in_setup")
+    raise OSError("early")
+
+@pytest.fixture
+def breaks_later():
+    yield
+    raise OSError("late")
+
+def test_before(breaks_before):
+    pass
+
+def test_itself(record_trial):
+    leave(record_trial, "in_call")
+    pytest.fail("row 3")
+
+def test_later(record_trial, breaks_later):
+    leave(record_trial, "in_teardown")
+"""
+
+
+def test_a_finding_excuses_the_call_alone(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = ("where", "produced", "effect")
+    finding = Finding(
+        id="F1",
+        title="row 3 is off",
+        subject="trtllm_mha/*",
+        case="in_*",
+        message="row 3",
+        since="0.5.16",
+        **dict.fromkeys(facts, "told"),
+    )
+    monkeypatch.setattr(findings, "FINDINGS", (finding,))
+    pytester.makepyfile(EXPLAINED)
+    result = pytester.runpytest_inprocess(
+        "-p", "fixtures.pytest_plugin.records", "-n0", "--report", "out"
+    )
+    verdicts = {r.case: r.verdict for r in read_records(Path("out", "records.jsonl"))}
+    red = dict.fromkeys(("in_setup", "in_teardown"), Verdict.WRONG_NUMBERS)
+    said = "a setup or a teardown that breaks is no symptom of a finding"
+    assert verdicts == red | {"in_call": Verdict.WAIVED}, said
+    result.assert_outcomes(xfailed=1, passed=1, errors=2)
 
 
 @pytest.mark.parametrize("field", ["case", "subject", "execution", "place"])
