@@ -203,6 +203,31 @@ def test_other_words_ask_other_trials(
     assert "bs1_short" not in capsys.readouterr().out.rpartition("0.5.20: 1 turned")[2]
 
 
+@pytest.mark.parametrize("end", ["0.5.12", "0.5.23"])
+def test_an_end_whose_run_broke_off_is_no_answer(
+    runs: list[tuple[str, list[str]]],
+    end: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = Side.run
+
+    def broken(self: Side, folder: Path, args: Sequence[str]) -> int:
+        code = run(self, folder, args)
+        path = folder / "records.jsonl"
+        if self.name == end:
+            path.write_text(path.read_text(encoding="utf-8").partition("\n")[0] + "\n")
+        return code
+
+    monkeypatch.setattr(Side, "run", broken)
+    with pytest.raises(SystemExit) as ended:
+        main(["--good", "0.5.12", "--bad", "0.5.23", "--report", str(tmp_path)])
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("specgate bisect: a run at an end of the search broke off: ")
+
+
 def test_records_of_a_few_do_not_stand_for_the_plan_of_all() -> None:
     cut_short = record("mha-decode-bs1_short", "0.5.12", is_bad=False, planned=3)
     named = record("mha-decode-bs2_ragged", "0.5.12", is_bad=False, planned=1)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +26,7 @@ from fixtures.sightings import (
     windows,
 )
 from fixtures.tables.findings import EFFECTS, FINDINGS, NO_FINDINGS, Finding
-from harness.core.record import Record, Verdict
+from harness.core.record import Record, Verdict, write_records
 from harness.errors import UsageError
 from harness.sglang.releases import RELEASES, find_release
 from harness.sglang_subjects import NOT_PRODUCED, sglang_subjects
@@ -227,6 +230,23 @@ def test_a_folder_without_records_is_refused_in_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     accepted = "a folder that specgate upstream wrote"
     assert line == f"--report = '{tmp_path}' is not accepted; accepted: {accepted}"
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3, -9])
+def test_a_run_that_broke_off_is_no_sighting(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        write_records(Path(command[-1]) / "records.jsonl", [trial("some")])
+        return subprocess.CompletedProcess(command, code, "collected 3 items\n", "")
+
+    monkeypatch.setattr(findings.subprocess, "run", run)
+    asked = partial(findings.run_trials, "0.5.16", ["some trtllm_mha/xqa eager"], tmp_path)
+    if code in (0, 1):
+        assert [record.case for record in asked()] == ["some"]
+        return
+    with pytest.raises(UsageError, match=r"left no records, or not all:\ncollected 3 items"):
+        asked()
 
 
 @pytest.mark.parametrize(
