@@ -11,7 +11,7 @@ import pytest
 
 from fixtures import bisect, bisect_packages
 from fixtures.bisect import main
-from fixtures.bisect_packages import MixedEnvironment, environments
+from fixtures.bisect_packages import MixedEnvironment, Package, environments, moved
 from fixtures.fakes.sample_records import trial
 from harness.core.environment import environment
 from harness.core.record import Verdict, write_records
@@ -198,3 +198,10 @@ def test_a_run_that_was_cut_short_is_run_again(
     assert searched(again, report, monkeypatch) == 0
     assert capsys.readouterr().out == whole
     assert again.ran == [5]
+
+
+def test_what_is_new_moves_before_what_others_need_it_for() -> None:
+    one, two = (Package(version, ()) for version in ("1", "2"))
+    good = {"a": one, "b": one, "same": one}
+    bad = {"b": two, "z": one, "same": one}
+    assert moved(good, bad) == ["z", "b", "a"], "new, then of another version, then gone"

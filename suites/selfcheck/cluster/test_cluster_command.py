@@ -6,6 +6,7 @@ import configparser
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,8 @@ from ci import __main__ as ci
 from ci.cluster import __main__ as command
 from ci.cluster import lanes, machine
 from ci.cluster.lanes import kinds_of, work
+from ci.cluster.store import Store
+from ci.cluster.work import UnitEnd
 from ci.nightly.machine import is_visible
 from harness.core.paths import ROOT
 from harness.errors import UsageError
@@ -115,6 +118,7 @@ def test_work_says_what_a_node_must_have() -> None:
     on_gpu = work("gpu", "sm100", ["-k", "xqa"], per_gpu=4)
     assert on_gpu.argv[-6:] == ("--device", "cuda:0", "--kind", "sm100", "-k", "xqa")
     assert (on_gpu.share, on_gpu.is_alone) == (0.25, False)
+    assert work("run", "cpu", [], per_gpu=4).share == 1.0, "a core is shared by no batches"
     assert on_gpu.versions["flashinfer-python"] == "0.6.12"
     declared = work("gpu", "sm100", [], is_declared=True)
     assert declared.argv[-4:] == ("--device", "cpu", "--kind", "sm100")
@@ -170,3 +174,63 @@ def test_a_machine_without_gpus_offers_its_cores(
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {0, 1, 2})
     assert machine.main([]) == 0
     assert capsys.readouterr().out == '{"cpu": 3.0, "host": 1.0}\n'
+
+
+class NoNode:
+    """A cluster that no node of any kind joins."""
+
+    def __init__(self) -> None:
+        self.clock = 0.0
+
+    def slots(self, _: object) -> int:
+        return 0
+
+    def submit(self, *_: object) -> int:
+        return 1
+
+    def answers(self, within_s: float) -> list[object]:
+        self.clock += within_s
+        return []
+
+    def withdraw(self, _: object) -> None:
+        """Nothing is under way."""
+
+    def now(self) -> float:
+        return self.clock
+
+
+def test_a_lane_that_no_node_ran_is_red(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mutants").mkdir()
+    words = ["mutants", "--kinds", "cpu", "--wait", "2", "--report", str(tmp_path)]
+    options = command.parser().parse_args(words)
+    code = command.run(NoNode(), options, [], 0.0)  # type: ignore[arg-type]
+    assert code == 1, "nothing of it failed, and nothing was verified"
+    assert "no node in 2 s; all of it stays unverified" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("outcome", "code"), [("passed", 0), ("failed", 1)])
+def test_an_item_that_failed_is_red_without_a_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], outcome: str, code: int
+) -> None:
+    works = [work("mutants", "cpu", [])]
+    store = Store(tmp_path, works, resume=False, source=("", False))
+    store.add(works[0], [UnitEnd(unit="one", outcome=outcome, message="off")])
+    assert command.judge(store, works) == code, "an item's command leaves no record to judge"
+    assert ("cluster: failed: one on cpu: off" in capsys.readouterr().out) == bool(code)
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpu"), [("sm90", (9, 0)), ("sm100", (10, 0)), ("sm121", (12, 1))]
+)
+def test_what_stays_unverified_is_the_plan_of_its_gpu(
+    kind: str, gpu: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def planned(found: tuple[int, int]) -> list[object]:
+        asked.append(found)
+        return []
+
+    monkeypatch.setattr(command, "planned", planned)
+    command.tell_unverified(work("gpu", kind, []))
+    assert asked == [gpu], "the last digit is the minor version"

@@ -141,6 +141,9 @@ def test_one_fault_costs_nothing_but_a_run_again(unit: str, fault: Answer) -> No
     cluster = ScriptedCluster(once({unit: fault}))
     ran = Ran(cluster)
     assert ran.outcomes == GREEN
+    [one] = ran.drive.progress
+    lost = 0 if isinstance(fault, Refused) else 1
+    assert one.losses.batches == lost, "a node that refuses has lost nothing"
     asked = Counter(u for _, units in cluster.asked for u in units or ())
     again = {u for u, times in asked.items() if times > 1}
     if unit == "plan":

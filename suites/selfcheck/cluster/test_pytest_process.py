@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ci.cluster.pytest_process import PytestProcess
+from ci.cluster.pytest_process import PytestProcess, Run
 from fixtures.pytest_plugin.nested_runs import VARIABLES
 from fixtures.pytest_plugin.poll import eventually
 from harness.core.paths import python_path
@@ -202,3 +202,10 @@ def test_nothing_outlives_who_asked(folder: Path) -> None:
 
 def _lives(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_batch_began_when_its_first_test_did() -> None:
+    made = Run(["a", "b"])
+    made.take({"began": "a", "at": 5.0})
+    made.take({"began": "b", "at": 7.0})
+    assert (made.began, made.left) == (5.0, ())

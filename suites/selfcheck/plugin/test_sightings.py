@@ -94,6 +94,17 @@ def test_one_red_trial_of_several_shows_it(red: str) -> None:
     assert (found.state, found.trial) == (State.RED, NARROW if red == "xqa" else STRIDED)
 
 
+def test_where_none_is_red_the_last_trial_decides() -> None:
+    passed = ended("0.5.16", Verdict.PASSED, "", "xqa")
+    found = only(passed, ended("0.5.16", Verdict.REFUSED, "no such mode", "triton"))
+    assert (found.state, found.trial) == (State.GONE, STRIDED), "of a finding's trials the last"
+
+
+def test_a_quantity_within_its_budget_is_no_symptom() -> None:
+    within = replace(ended("0.5.16", Verdict.WAIVED, RED[0]), quantities=compared(0.25))
+    assert only(within).worst == "", "an invariant that was broken, and numbers that were right"
+
+
 def test_no_trial_no_sighting() -> None:
     ours = replace(ended("0.5.16", Verdict.ERROR), subject="trtllm_mha/xqa")
     elsewhere = replace(ended("0.5.16", Verdict.WAIVED, RED[0]), case="mha-decode-wide")
