@@ -89,9 +89,20 @@ def first() -> Nvml | None:
     """The first GPU that CUDA_VISIBLE_DEVICES shows, None on a machine without one."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
     try:
-        return Nvml(int(shown) if shown.isdigit() else 0)
+        return Nvml(_index(shown))
     except pynvml.NVMLError:
         return None
+
+
+def _index(shown: str) -> int:
+    """Of a GPU by its number or its UUID, whose end CUDA lets a user leave out; 0 for no name."""
+    if shown.isdigit():
+        return int(shown)
+    for index in range(count() if shown else 0):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        if str(pynvml.nvmlDeviceGetUUID(handle)).startswith(shown):
+            return index
+    return 0
 
 
 def count() -> int:

@@ -121,8 +121,14 @@ def test_a_machine_without_nvml_has_no_gpu(monkeypatch):
     assert nvml.first() is None
 
 
-@pytest.mark.parametrize(("shown", "index"), [("2,3", 2), ("", 0), (None, 0)])
+@pytest.mark.parametrize(
+    ("shown", "index"), [("2,3", 2), ("", 0), (None, 0), ("GPU-b", 1), ("GPU-cd,GPU-a", 2)]
+)
 def test_the_gpu_that_cuda_counts_first_is_watched(monkeypatch, shown, index):
+    uuids = ("GPU-ab12", "GPU-bc23", "GPU-cd34")
+    monkeypatch.setattr(nvml, "count", lambda: len(uuids))
+    monkeypatch.setattr(nvml.pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+    monkeypatch.setattr(nvml.pynvml, "nvmlDeviceGetUUID", lambda handle: uuids[handle])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if shown is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
