@@ -13,7 +13,7 @@ from fixtures.fakes import synthetic_bench
 from fixtures.tables.margins import MARGINS
 from fixtures.tables.workloads import WORKLOADS
 from harness.bench import __main__ as compare
-from harness.bench.analysis import dropped, findings, verdict, visible
+from harness.bench.analysis import SLOWED, dropped, findings, verdict, visible
 from harness.bench.jsonl import append, from_json, read, to_json
 from harness.bench.plan import scales
 from harness.bench.session_records import ArmFacts, CasePlan, Role, Session, Trial
@@ -126,6 +126,16 @@ def test_a_workload_whose_slowdown_nobody_saw_is_not_vouched_for_by_another():
         for f in found
     ]
     assert verdict(blind).reasons == ("control injected slowdown: ok instead of regressed",)
+
+
+def test_a_slowdown_that_one_of_the_slowed_metrics_shows_is_seen():
+    found = findings(synthetic_bench.run_lines(), detectable_too=False)
+    (first, *_) = [f for f in found if f.role is Role.INJECTED and f.metric in SLOWED]
+    blind = first.with_evidence(replace(first.evidence, verdict=BenchVerdict.OK))
+    others = [f for f in found if f is not first]
+    other = replace(first, metric=next(name for name in SLOWED if name != first.metric))
+    assert not verdict([blind, other, *others]).reasons
+    assert not verdict([other, blind, *others]).reasons
 
 
 def test_a_run_says_why_its_control_failed(tmp_path):

@@ -69,6 +69,7 @@ def test_intervals_that_overlap_agree_and_those_without_a_bound_say_nothing(tmp_
         return agree([replace(evidence, low=low, high=high) for low, high in bounds])
 
     assert bounded((0.70, 0.74), (0.73, 0.80)) is True
+    assert bounded((0.70, 0.74), (0.74, 0.80)) is True
     assert bounded((0.70, 0.74), (0.75, 0.80)) is False
     assert bounded((0.75, 0.80), (0.70, 0.74)) is False
     # The first and the last have nothing in common.

@@ -197,6 +197,11 @@ def test_a_launch_that_sessions_share_counts_once():
     assert recorded.launches(0) == recorded.launches(1) == 9 * 3
 
 
+def test_as_many_launches_as_are_asked_for_suffice():
+    (recorded,) = recorded_launches([("h", [*lines(blocks=4)])])
+    assert recorded.launches(0) == 8
+
+
 def test_drawn_sessions_have_the_thresholds_of_a_live_candidate():
     steps = next(lines(blocks=0)).cases
     wholes = [replace(case, metric=name) for case in steps for name in ("tpot", "ttft")]
