@@ -39,6 +39,17 @@ def test_a_log_says_once_why_blocks_were_dropped(tmp_path):
     assert text.getvalue() == round_ + why + round_
 
 
+def test_a_log_counts_the_blocks_of_the_case_that_has_most(tmp_path):
+    texts = io.StringIO()
+    found = []
+    for blocks in (2, 5, 3):
+        session, _ = records(tmp_path / str(blocks), blocks=blocks)
+        found.append(judged(tmp_path / str(blocks)))
+    with ConsoleView([session], Console(file=texts, force_terminal=False, width=200)) as view:
+        view.blocks_done(found)
+    assert texts.getvalue() == "5 blocks, 3 of 3 cases undecided\n"
+
+
 @pytest.mark.parametrize(
     ("shown", "ratio"),
     [

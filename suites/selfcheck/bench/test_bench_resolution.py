@@ -202,6 +202,15 @@ def test_as_many_launches_as_are_asked_for_suffice():
     assert recorded.launches(0) == 8
 
 
+def test_bounds_are_those_of_what_all_hosts_measured():
+    floored = replace(MARGIN, floor=0.6)  # ms, a tenth of 6 and a fifteenth of 9
+    few, many = [*lines(level=6.0, blocks=4)], [*lines(level=9.0, blocks=12)]
+    (recorded,) = recorded_launches([("few", few), ("many", many)])
+    (bounds, _) = recorded.bounds(floored)
+    said = "the level is the median of every host's launches, which drift by 2 % at most"
+    assert bounds.delta0 == pytest.approx(np.log1p(0.6 / 9.0), rel=0.02), said
+
+
 def test_drawn_sessions_have_the_thresholds_of_a_live_candidate():
     steps = next(lines(blocks=0)).cases
     wholes = [replace(case, metric=name) for case in steps for name in ("tpot", "ttft")]

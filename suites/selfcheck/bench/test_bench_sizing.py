@@ -211,6 +211,9 @@ def test_launches_that_differ_too_much_are_told_to_hide_the_effect():
     assert "cannot" not in large
     assert [one.suffices for one in sized.cases] == [False, True]
     assert sized.passes == 1
+    needs = replace(sized.cases[1], blocks=sized.cases[1].case.bounds.n_max)
+    assert needs.suffices, "a plan that allows exactly as many blocks as it takes suffices"
+    assert not replace(needs, blocks=needs.blocks + 1).suffices
 
 
 def test_a_plan_without_step_times_cannot_be_sized():
