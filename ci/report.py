@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -20,6 +18,7 @@ from rich.table import Table
 from ci import gate, summary
 from harness.core.argument_types import CommandLine
 from harness.core.record import Record
+from harness.core.whole_file import write_whole
 from harness.errors import UsageError, rejected
 
 REPORT_FOLDER = Path(__file__).parent
@@ -132,13 +131,9 @@ def write_page(path: Path, records: Sequence[Record]) -> None:
     Raises:
         UsageError: the path cannot be written.
     """
-    unfinished = path.with_name(path.name + ".part")
     try:
-        unfinished.write_text(page(records), encoding="utf-8")
-        os.replace(unfinished, path)
+        write_whole(path, page(records))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
         raise UsageError(f"--out = {str(path)!r} is not accepted: {error.strerror}") from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from ci.bench import exports, github, history, junit, latency_table, pytorch_benchmark
 from ci.bench.bench_report import BenchReport
 from ci.bench.page import page
+from harness.core.whole_file import write_whole
 from harness.errors import UsageError, rejected
 
 PAGE, SUMMARY = "bench.html", "summary.md"
@@ -56,14 +56,7 @@ def write(
             PAGE: page(report, series),
         }
         for name, text in texts.items():
-            _write(folder / name, text)
+            write_whole(folder / name, text)
     except OSError as error:
         raise UsageError(rejected("folder", str(folder), f"a writable one ({error})")) from error
     return Written(report.is_red, summary, tuple(github.remarks(report)))
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, path)

@@ -13,6 +13,7 @@ from ci.cluster.driver import as_line
 from ci.cluster.work import LaneWork, UnitEnd
 from harness.core.exclusive import alone_in
 from harness.core.record import Record, write_records
+from harness.core.whole_file import write_whole
 from harness.errors import UsageError, rejected
 
 RECORDS, ENDED = "records.jsonl", "ended.jsonl"
@@ -71,11 +72,11 @@ class Store:
         if resume:
             self._kept = _good(folder, before, works[0].tree)
             records = [*_kept_records(folder / RECORDS, self._kept)]
-        lines = [json.dumps(line) for line in self._kept.values()]
+        lines = (json.dumps(line) + "\n" for line in self._kept.values())
         try:
             # Ends first: a unit that has ended, of a run that is killed between, has its record.
-            _rewrite(folder / ENDED, lines)
-            _rewrite(folder / RECORDS, [record.to_json() for record in records])
+            write_whole(folder / ENDED, "".join(lines))
+            write_whole(folder / RECORDS, "".join(r.to_json() + "\n" for r in records))
         except OSError as error:
             raise UsageError(not_writable(folder, error)) from error
 
@@ -111,13 +112,6 @@ class Store:
                 self.failures.append(f"{end.unit} on {work.kind}: {end.message}")
         with (self.folder / ENDED).open("a", encoding="utf-8") as file:
             file.writelines(as_line(work, end) + "\n" for end in ended)
-
-
-def _rewrite(path: Path, lines: Sequence[str]) -> None:
-    """Give a file other lines; until all of them are written it has those it had."""
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    unfinished.replace(path)
 
 
 def _lines(path: Path) -> Iterator[Line]:

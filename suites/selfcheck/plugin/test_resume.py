@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -92,13 +93,14 @@ def test_a_killed_run_goes_on(
 def test_a_full_disk_loses_no_record_that_was_kept(
     project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
+    def full(path: Path, *_: object, **__: object) -> None:
+        path.write_bytes(b"")  # as a file is opened that nothing can be written to
         raise OSError(errno.ENOSPC, "No space left on device")
 
     project.runpytest_inprocess(*ARGS)
     before = records(project)
     with monkeypatch.context() as until_there_is_room:
-        until_there_is_room.setattr("fixtures.pytest_plugin.records.write_records", full)
+        until_there_is_room.setattr(Path, "write_text", full)
         result = project.runpytest_inprocess(*ARGS, "--resume")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert "No space left on device" in result.stderr.str()
