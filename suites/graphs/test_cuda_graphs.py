@@ -108,13 +108,13 @@ def test_outputs_outlive_the_replays_of_other_graphs(shared: bool, cuda: torch.d
 def test_a_shared_pool_is_smaller_and_its_graphs_are_right(cuda: torch.device) -> None:
     def reserved(new_graph: Callable[[], CudaGraph]) -> tuple[int, list[torch.Tensor]]:
         x = torch.full((1 << 24,), 3.0, device=cuda)
-        torch.cuda.empty_cache()
+        runs = [lambda i=i: ((x * 2).exp().log() + i).sum() for i in range(3)]
+        graphs = [new_graph() for _ in runs]
+        for graph, run in zip(graphs, runs, strict=True):
+            graph.warm_up(run)
+        torch.cuda.empty_cache()  # what the warm-up took is no graph's
         before = torch.cuda.memory_reserved(cuda)
-        graphs = [new_graph() for _ in range(3)]
-        outs = [
-            captured(graph, lambda i=i: ((x * 2).exp().log() + i).sum())
-            for i, graph in enumerate(graphs)
-        ]
+        outs = [graph.capture(run) for graph, run in zip(graphs, runs, strict=True)]
         for graph in graphs:
             graph.replay()
         return torch.cuda.memory_reserved(cuda) - before, outs
