@@ -34,8 +34,8 @@ class StubVllm:
         lies: whether a reset does nothing.
     """
 
-    def __init__(self, *, details: bool = True, lies: bool = False) -> None:
-        self.details, self.lies = details, lies
+    def __init__(self, *, details: bool = True, lies: bool = False, nulls: bool = False) -> None:
+        self.details, self.lies, self.nulls = details, lies, nulls
         self.cache: set[tuple[int, ...]] = set()
 
     def __call__(self, asked: Asked) -> Reply:
@@ -49,7 +49,8 @@ class StubVllm:
         prompt = tuple(asked.body["prompt"])
         usage: dict[str, Any] = {"prompt_tokens": len(prompt), "completion_tokens": 3}
         hit = len(prompt) // 16 * 16 if prompt in self.cache else 0
-        usage["prompt_tokens_details"] = {"cached_tokens": hit} if self.details else None
+        counted = None if self.nulls and not hit else hit
+        usage["prompt_tokens_details"] = {"cached_tokens": counted} if self.details else None
         self.cache.add(prompt)
         return self._stream(usage) if asked.body.get("stream") else self._whole(usage)
 
@@ -120,6 +121,12 @@ def test_a_reset_of_vllm_is_proven(lies: bool) -> None:
                 prove_flushed(client, PROMPT)
         else:
             prove_flushed(client, PROMPT)
+
+
+def test_vllm_answers_null_for_no_cached_tokens() -> None:
+    with StubServer(StubVllm(nulls=True)) as server:
+        found = [VllmClient(server.url).generate(PROMPT, 1).cached_tokens for _ in range(2)]
+    assert found == [0, 32]
 
 
 def test_vllm_that_counts_no_cached_tokens_proves_nothing() -> None:

@@ -166,6 +166,17 @@ def test_a_silent_server_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not isinstance(raised.value, Busy)
 
 
+def test_an_answer_shortly_after_its_timeout_is_heard() -> None:
+    def late(_: object) -> Reply:
+        time.sleep(0.5)
+        return DONE
+
+    with StubServer(late) as server:
+        flushed = flush(server.url, deadline_s=0.2)
+    assert (flushed.tries, len(server.asked)) == (1, 1)
+    assert flushed.seconds >= 0.5
+
+
 @pytest.mark.parametrize("waits", [True, False], ids=["honoured", "dropped by a router"])
 def test_a_busy_scheduler_is_waited_for(waits: bool) -> None:
     engine = StubEngine(waits=waits)

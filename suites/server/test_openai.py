@@ -283,6 +283,7 @@ def test_what_the_model_is(embedded_server):
         assert said["tokenizer_path"].endswith(f"{embedded_server.pair}/target")
         assert said["chat_template"] == "contents joined by newlines"
         assert said["default_temperature"] == 0
+        assert said["max_model_len"] == 512
     [model] = requests.get(f"{embedded_server.url}/v1/models", timeout=5).json()["data"]
     assert (model["id"], model["max_model_len"]) == (embedded_server.pair, 512)
 

@@ -124,9 +124,9 @@ def test_every_chunk_tells_the_accept_length_since_its_request_began(embedded_se
 
 
 def test_text_and_batches(server):
-    texts = prompts(server.pair)[4:7]
+    texts = prompts(server.pair)[4:13]  # more than run at a time
     batch = server.client.generate_batch(texts, 7)
-    alone = [server.client.generate(prompt, 7) for prompt in texts]
+    alone = [server.client.generate(prompt, 7) for prompt in texts[:3]]
     for answers in (batch, alone):
         for index, answer in enumerate(answers, start=4):
             found = judge_answer(server.pair, index, answer.output_ids, dtype(server), count=7)

@@ -14,6 +14,7 @@ from fixtures.tables.margins import MARGINS
 from fixtures.tables.workloads import WORKLOADS
 from harness.bench import __main__ as compare
 from harness.bench.analysis import SLOWED, dropped, findings, verdict, visible
+from harness.bench.analysis_blocks import blocks_of
 from harness.bench.jsonl import append, from_json, read, to_json
 from harness.bench.plan import scales
 from harness.bench.session_records import ArmFacts, CasePlan, Role, Session, Trial
@@ -85,6 +86,19 @@ def test_an_effect_that_is_gone_in_cycles_is_not_believed(tmp_path):
     assert slow_clock.reasons[0] == "time and cycles disagree on the sign"
     records(tmp_path / "half", mhz=(1980.0, None))
     assert "mhz: asked of some trials only" in judged(tmp_path / "half").reasons
+
+
+def test_a_block_without_clocks_among_clocked_ones_is_dropped(tmp_path):
+    session, trial = records(tmp_path / "bench.jsonl", blocks=1)
+    clocked = [
+        replace(trial, place=place, arm=arm, conditions=Conditions(mhz=mhz))
+        for place, arm, mhz in ((0, "A", 1980.0), (1, "B", 1975.0))
+    ]
+    bare = [replace(one, block=1, conditions=Conditions()) for one in clocked]
+    first, second = blocks_of(session, [*clocked, *bare], session.cases[0])
+    assert (first.mhz, first.invalid) == ((1980.0, 1975.0), ())
+    assert second.invalid == ("mhz: sampled in some trials only",)
+    assert [one.invalid for one in blocks_of(session, bare, session.cases[0])] == [()]
 
 
 def test_under_a_power_cap_an_effect_that_is_gone_in_cycles_is_not_withdrawn(tmp_path):

@@ -2,6 +2,7 @@
 
 import io
 import math
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -26,6 +27,16 @@ def test_a_terminal_shows_bars_and_a_table(tmp_path, terminal):
         assert "…" not in shown
     else:
         assert shown == "2 blocks, 1 of 1 cases undecided\n"
+
+
+def test_a_bar_is_as_long_as_the_case_of_most_blocks(tmp_path):
+    session, trial = records(tmp_path / "bench.jsonl", blocks=1)
+    few = replace(session.cases[0], bounds=replace(session.cases[0].bounds, n_max=3))
+    text = io.StringIO()
+    both = replace(session, cases=(few, *session.cases))
+    with ConsoleView([both], Console(file=text, force_terminal=True, width=80)) as view:
+        view.trial_done(trial)
+    assert "1/32" in text.getvalue()
 
 
 def test_a_log_says_once_why_blocks_were_dropped(tmp_path):

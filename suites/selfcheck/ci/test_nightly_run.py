@@ -99,6 +99,20 @@ def test_dry_run_shows_the_plan_and_starts_nothing(
     assert not report.exists()
 
 
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("gpus", [(), (("NVIDIA B200", (10, 0)),)])
+def test_kernel_packages_and_disk_are_asked_where_a_gpu_is(
+    gpus: tuple[tuple[str, tuple[int, int]], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(machine, "pynvml", Driver(*gpus, broken=not gpus))
+    monkeypatch.setattr(checks, "checks", lambda *given, **_: asked.append(given) or [])
+    assert command.main(["--dry-run"]) == 0
+    [(extras, _, free_gib, _)] = asked
+    assert ("gpu" in extras) is bool(gpus)
+    assert (free_gib > 0) is bool(gpus)
+
+
 @pytest.mark.usefixtures("no_gpu", "quick")
 def test_a_real_run_without_a_gpu_fails_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
