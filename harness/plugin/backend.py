@@ -13,26 +13,14 @@ from harness.attention.paged_backend import PagedBackend
 from harness.core.case import Family
 from harness.errors import UsageError, rejected
 from harness.kernels.interface import Kernel
-from harness.kernels.registry import new_kernel
 from harness.plugin.batches import our_batch, our_layer
 from harness.plugin.per_head_prefill import PerHeadPrefill, per_head_prefill
 from harness.plugin.pools import served_pool
-from harness.plugin.served import ServedBackend
+from harness.plugin.served import ServedBackend, served_kernel
 from harness.upstream.forward_batch_info import ForwardBatch
 from harness.upstream.memory_pool import MLATokenToKVPool, SWAKVPool
 from harness.upstream.radix_attention import RadixAttention
 from harness.upstream.verify_mask import TreeMaskMode, tree_mask_numel
-
-_KERNELS: dict[tuple[str, str], Kernel] = {}
-
-
-def served_kernel(served: ServedBackend, device: str) -> Kernel:
-    """The kernel, one for all backends of a process: they share its workspace and its plans."""
-    capability = served.capability(device)
-    key = capability.name, device
-    if key not in _KERNELS:
-        _KERNELS[key] = new_kernel(served.family, capability, device)
-    return _KERNELS[key]
 
 
 class PluginBackend(AttentionBackend):  # type: ignore[misc]

@@ -7,6 +7,7 @@ of ours.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -31,7 +32,7 @@ def register() -> None:
     """Register every backend of ours with the sglang of this process."""
     import sglang
 
-    release = tuple(int(part) for part in sglang.__version__.split(".")[:3])
+    release = release_of(sglang.__version__)
     if release < FIRST:
         return
     from sglang.srt import server_args
@@ -70,6 +71,11 @@ def register() -> None:
         chosen.append(phase_hooks(Recorder()))
     for target, hook in chain.from_iterable(one.items() for one in chosen):
         HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """The numbers of a release; a candidate for it, or a build on the way to it, has the same."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
 def keep_chunked_prefix_cache(backend: str) -> None:

@@ -14,6 +14,8 @@ from harness.core.case import Family
 from harness.core.environment import compute_capability
 from harness.errors import UsageError, rejected
 from harness.graphs.draft_extend_runner import BaselineDraftExtendRunner
+from harness.kernels.interface import Kernel
+from harness.kernels.registry import new_kernel
 from harness.subjects import BASELINES, MHA_BACKENDS, MLA_BACKENDS, Kind
 
 KERNELS: dict[Family, tuple[str, ...]] = {
@@ -77,3 +79,16 @@ def _served() -> dict[str, ServedBackend]:
 
 
 SERVED = _served()
+_kernels: dict[tuple[Family, str, str], Kernel] = {}
+
+
+def served_kernel(served: ServedBackend, device: str) -> Kernel:
+    """The kernel of a backend, one for all of its family: they share its workspace and its plans.
+
+    A draft need not be of its target's family, and trtllm-gen is the name of a kernel of both.
+    """
+    capability = served.capability(device)
+    key = served.family, capability.name, device
+    if key not in _kernels:
+        _kernels[key] = new_kernel(served.family, capability, device)
+    return _kernels[key]

@@ -166,18 +166,22 @@ def test_the_baseline_v2_computes_the_same_and_a_topk_besides() -> None:
     assert operations["aten.topk.default"] == operations["aten._softmax.default"] == 1
 
 
-def test_the_host_knows_padded_accept_lengths_where_the_batch_did() -> None:
-    runner = extender(V2)
-    batch = extend_batch(V2, [19, 16, 18], [1, 3, 2])
+@pytest.mark.parametrize(("mode", "padded"), [(V1, 1), (V2, WIDTH)], ids=["v1", "v2"])
+def test_the_host_knows_padded_accept_lengths_where_the_batch_did(
+    mode: ForwardMode, padded: int
+) -> None:
+    runner = extender(mode)
+    batch = extend_batch(mode, [19, 16, 18], [1, 3, 2])
     batch.spec_info.num_accept_tokens_cpu = [1, 3, 2]
     runner.replay(batch)
     kept = "a replay pads a copy: the batch's own num_accept_tokens_cpu is as long as before"
     assert batch.spec_info.num_accept_tokens_cpu == [1, 3, 2], kept
     planned = runner.attn_backend.plans[-1].spec_info
-    assert planned.num_accept_tokens_cpu == [1, 3, 2, WIDTH]
+    told = "a padded request has accepted on the host what it has accepted on the device"
+    assert planned.num_accept_tokens_cpu == [1, 3, 2, padded], told
     assert planned.num_tokens_per_req == WIDTH
     assert planned.num_accept_tokens.data_ptr() == runner.buffers["num_accept_tokens"].data_ptr()
-    runner.replay(extend_batch(V2, [19, 16, 18], [1, 3, 2]))
+    runner.replay(extend_batch(mode, [19, 16, 18], [1, 3, 2]))
     assert runner.attn_backend.plans[-1].spec_info.num_accept_tokens_cpu is None
 
 

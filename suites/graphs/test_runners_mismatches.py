@@ -127,6 +127,10 @@ def test_a_mask_written_in_place_is_left_as_it_is() -> None:
 
 
 def test_a_mask_longer_than_its_buffer_does_not_fit() -> None:
+    longest = torch.ones(15, dtype=torch.bool)
+    longest[2] = False
+    told = "a mask as long as its buffer fits"
+    assert seen(make(mask_size=15), longest) == [1, 1, 0, 1, 1, 1], told
     with pytest.raises(CapacityError, match=r"len\(custom_mask\) = 16 .* at most 15"):
         seen(make(mask_size=15), torch.ones(16, dtype=torch.bool))
 

@@ -21,6 +21,13 @@ def test_bytes_past_the_end() -> None:
         _refuse_stray(LAUNCH, "load", np.array([end - 4, end + 2]), 4)
 
 
+def test_an_access_that_begins_inside_ends_inside() -> None:
+    end = LAST.data_ptr() + LAST.untyped_storage().nbytes()
+    said = rf"stores 6 bytes past the end of int32\[{len(LAST)}\]"
+    with pytest.raises(ContractError, match=said):
+        _refuse_stray(LAUNCH, "store", np.array([end - 2]), 8)
+
+
 def test_bytes_before_the_start() -> None:
     start, said = FIRST.data_ptr(), rf"stores 8 bytes before the start of int32\[{len(FIRST)}\]"
     with pytest.raises(ContractError, match=said):

@@ -22,6 +22,16 @@ def test_what_empty_gave_is_garbage_again_at_every_replay(dtype: torch.dtype) ->
     assert torch.equal(memory, expected) or dtype is torch.float32
 
 
+def test_what_is_made_like_another_is_garbage_again_at_every_replay() -> None:
+    tape, like = Tape(), torch.zeros(3)
+    memory = tape.capture(lambda: torch.empty_like(like))
+    memory.zero_()
+    tape.replay()
+    told = "empty_like promises no content: each replay leaves NaN there, and never zeros by luck"
+    assert memory.isnan().all(), told
+    assert not tape.operations, "an allocation is no operation of a graph"
+
+
 def test_zeros_are_zero_again_at_every_replay() -> None:
     x = torch.tensor([1, 2])
     tape = Tape()

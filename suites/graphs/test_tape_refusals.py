@@ -57,6 +57,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "where of one": (lambda: torch.where(MASK), "aten.nonzero"),
     "masked_select": (lambda: X.masked_select(MASK), "aten.masked_select"),
     "mask index": (lambda: X[MASK], "aten.index"),
+    # Torch takes uint8 for a mask, too.
+    "mask of bytes": (lambda: torch.ops.aten.index(X, [MASK.byte()]), "aten.index"),
     "mask written with a tensor": (
         lambda: X.clone().__setitem__(MASK, torch.zeros(3)),
         "aten.index_put_",

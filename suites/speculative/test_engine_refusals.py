@@ -51,6 +51,17 @@ def test_a_request_too_large_for_the_pools_leaves_nothing(
     )
 
 
+def test_a_request_that_fills_the_pools_to_the_last_token_is_served() -> None:
+    """Five pages of four hold 7 tokens, 9 that are generated before the last round, and its 4."""
+    toy = toy_engine(spec_config(3, 4), num_pages=6)
+    with pytest.raises(UsageError, match=r"tokens of a request and a round = 21 .* <= 20"):
+        toy.engine.submit(PROMPTS[0], 11)
+    request = toy.engine.submit(PROMPTS[0], 10)
+    while not toy.engine.idle:
+        toy.engine.step()
+    assert request.generation.completion_tokens == 10
+
+
 def test_an_engine_that_cannot_work() -> None:
     with pytest.raises(UsageError, match="max_bs = 0"):
         toy_engine(max_bs=0)

@@ -154,6 +154,8 @@ def test_the_parent_generates_no_kv_indices(monkeypatch: pytest.MonkeyPatch) -> 
     for i, total in enumerate((13, 15, 17)):
         wanted = torch.cat((slots(1, 0, 8 + i), slots(3, 0, 5 + i)))
         assert torch.equal(spec.kv_indices[i, :total].long(), wanted)
+        # The last entry takes what lies after a request's end.
+        assert not spec.kv_indices[i, total:-1].any(), "a step lists no slot after its last key"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -115,6 +115,19 @@ def test_a_mask_of_keys_before_the_cached_ones_is_cut_where_these_begin(
     torch.testing.assert_close(masked(whole, torch.tensor(starts)), masked(own, None))
 
 
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf], ids=["nan", "inf"])
+def test_a_broken_value_reaches_exactly_the_queries_that_see_it(
+    call: dict[str, Any], broken: float
+) -> None:
+    clean, _ = extend_attention(**call)
+    # Of the second new token of request 0, which its first query does not see.
+    call["new_values"][1] = broken
+    obtained, _ = extend_attention(**call)
+    assert obtained[1:3].isnan().all(), "queries that see a broken value are NaN"
+    kept = [0, 3, 4, 5, 6, 7]
+    assert torch.equal(obtained[kept], clean[kept]), "queries that see none are as without it"
+
+
 def test_shapes_on_meta(call: dict[str, Any]) -> None:
     moved = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in call.items()}
     out, lse = extend_attention(**moved)

@@ -34,11 +34,11 @@ KERNELS: dict[str, Callable[[str], CheckedKernel]] = {
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
-    """Pretend a GPU of that compute capability as device 0."""
+    """Pretend GPUs of that compute capability; the third is the current one."""
 
     def pretend(compute_capability: tuple[int, int]) -> None:
         monkeypatch.setattr(packages, "compute_capability", lambda _: compute_capability)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
 
     return pretend
 
@@ -102,7 +102,9 @@ def test_a_missing_package(
 
 def test_the_device_has_its_index(gpu: Any) -> None:
     gpu((9, 0))
-    assert packages.cuda_device("cuda", XQA) == torch.device("cuda", 0)
+    told = 'a device without an index is the current one, where tensors of "cuda" are'
+    assert packages.cuda_device("cuda", XQA) == torch.device("cuda", 2), told
+    assert packages.cuda_device("cuda:0", XQA) == torch.device("cuda", 0)
     assert packages.cuda_device("cuda:3", XQA) == torch.device("cuda", 3)
 
 

@@ -133,18 +133,21 @@ def test_a_full_last_page_makes_no_other_page_live() -> None:
     assert paged.live_columns(3).tolist() == [[True, True, False], [True, True, True]]
 
 
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("cache", ["k_buffer", "v_buffer"])
-def test_nan_reaches_exactly_the_rows_that_see_it(kernel: TorchPaged, cache: str) -> None:
+def test_nan_or_inf_reaches_exactly_the_rows_that_see_it(
+    kernel: TorchPaged, cache: str, broken: float
+) -> None:
     pool, q = mha_pool(), torch.randn(6, HEADS, 8)
     clean = kernel.decode(uniform(q, pool))
     # Unowned slots, and request 3's slots after its end: unread.
     owned = torch.cat([slots(row, 0, n) for row, n in zip(ROWS, LENS, strict=True)])
     unread = torch.ones(pool.num_pages * 4, dtype=torch.bool)
     unread[owned] = False
-    getattr(pool, cache)[0][unread] = torch.nan
+    getattr(pool, cache)[0][unread] = broken
     assert torch.equal(kernel.decode(uniform(q, pool)), clean)
     # Token 11 of request 1 is the own key of its second query row; the first does not see it.
-    getattr(pool, cache)[0][slots(1, 11, 12)] = torch.nan
+    getattr(pool, cache)[0][slots(1, 11, 12)] = broken
     obtained = kernel.decode(uniform(q, pool))
     assert obtained[1:3].isnan().all()
     kept = [0, 3, 4, 5]

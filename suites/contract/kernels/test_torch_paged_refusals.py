@@ -125,6 +125,11 @@ def altered(tensor: torch.Tensor, **how: Any) -> torch.Tensor:
     return tensor.to(how.get("dtype", tensor.dtype))
 
 
+def one_value_head(call: Arguments) -> Arguments:
+    keys, values = call["caches"]
+    return {"caches": (keys, values[:, :, :1].contiguous())}
+
+
 def given(**values: Any) -> Change:
     return lambda call: values
 
@@ -149,6 +154,7 @@ DECODE_ROWS: tuple[tuple[Capability, Change, str], ...] = (
     (replace(XQA, kv_dtypes=FLASH_MLA.kv_dtypes), fp8_cache, r"k_cache.dtype = .*float8"),
     (XQA, other_cache(0, cut=0), r"cache.dim = 3"),
     (XQA, other_cache(1, cut=slice(0, 5)), r"v_cache.shape = \(5, 16, 2, 64\)"),
+    (XQA, one_value_head, r"v_cache.shape = \(6, 16, 1, 64\)"),
     (XQA, other_cache(1, dtype=torch.float16), r"v_cache.dtype = torch.float16"),
     (XQA, other_cache(0, cut=(T, slice(0, 8))), r"cache.stride"),
     (XQA, page_size_8, r"page_size = 8 .* \[16, 32, 64, 128\] on xqa"),

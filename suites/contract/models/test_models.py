@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,13 @@ from harness.core.case import Dtype
 from harness.core.tolerance import budget
 from harness.differential.compare import compare
 from harness.engine.models.checkpoint import random_checkpoint
-from harness.engine.models.layers import rms_norm, rotate_halves, rotate_pairs
+from harness.engine.models.layers import (
+    inverse_frequencies,
+    rms_norm,
+    rotate_halves,
+    rotate_pairs,
+    rotation,
+)
 from harness.engine.models.loader import build_pair, random_pair
 from harness.errors import ContractError
 from harness.oracle import Decoder, Draft
@@ -197,6 +204,39 @@ def test_the_correction_bias_chooses_and_does_not_weigh():
     torch.testing.assert_close(shares.sum(1), torch.ones(2), msg=said)
     torch.testing.assert_close(shares[0], torch.tensor([0.6, 0.4, 0.0]))
     assert shares[1, 1] == 0.5
+
+
+def test_experts_are_ranked_in_float32():
+    raw_target, raw_draft = TINY_PAIRS["mla"]
+    raw_draft = raw_draft | {"num_experts_per_tok": 2}
+    draft = random_checkpoint(raw_draft, 4)
+    gate = draft["model.layers.0.mlp.gate.weight"]
+    gate[:] = 0
+    # Affinities of 1 + 1/512, 1 and 1 + 1/256 differ by less than bfloat16 keeps of the sums.
+    gate[:, 0] = 1.0
+    gate[:, 1] = torch.tensor([1 / 512, 0.0, 1 / 256])
+    draft["model.layers.0.mlp.gate.e_score_correction_bias"][:] = 0
+    target = raw_target, random_checkpoint(raw_target, 3)
+    layer = build_pair(target, (raw_draft, draft), torch.bfloat16).draft.layers[0]
+    x = torch.zeros(1, 48, dtype=torch.bfloat16)
+    x[0, :2] = 1.0
+    shares = layer.routing(x)
+    assert shares.dtype == torch.float32
+    assert shares[0, 2] > shares[0, 0] > 0, "the closest affinities are told apart"
+    assert shares[0, 1] == 0, "the expert of the least affinity is not chosen"
+
+
+def test_angles_are_exact_at_far_positions():
+    frequencies = inverse_frequencies(6, 1000.0, "cpu")
+    # 1000 to the power of 0, -1/3 and -2/3.
+    torch.testing.assert_close(
+        frequencies, torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64), rtol=1e-14, atol=0
+    )
+    cos, sin = rotation(torch.tensor([100_000]), frequencies)
+    for i, angle in enumerate((1e5, 1e4, 1e3)):
+        told = f"a position's angle of {angle:g} radians is right to float32 after its turns"
+        assert abs(cos[0, 0, i] - math.cos(angle)) < 1e-7, told
+        assert abs(sin[0, 0, i] - math.sin(angle)) < 1e-7, told
 
 
 QUARTER_AND_HALF_TURN = torch.tensor([0.0, -1.0]), torch.tensor([1.0, 0.0])

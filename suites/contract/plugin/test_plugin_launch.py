@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from harness.core.case import Family
 from harness.errors import UsageError
 from harness.plugin import served as served_module
 from harness.plugin.launch import check_launch, chosen
-from harness.plugin.register import check_arguments
-from harness.plugin.served import SERVED
+from harness.plugin.register import check_arguments, release_of
+from harness.plugin.served import SERVED, served_kernel
+from harness.plugin.switches import is_on
 
 HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
 
@@ -134,6 +136,41 @@ def test_a_refusal_ends_the_launch_without_a_traceback(on_gpu: Any) -> None:
     assert called == []
     check_arguments(called.append, given := arguments())
     assert called == [given]
+
+
+def test_a_target_and_a_draft_of_two_families_have_a_kernel_each() -> None:
+    """Kernels of both families are named trtllm_gen, also where the reference stands in."""
+    mla, mha, undone = (
+        served_kernel(SERVED[name], "cpu")
+        for name in ("specgate_mla", "specgate_mha", "specgate_mla-host_lengths")
+    )
+    told = "an MLA target and its MHA draft in one process each attend by their own family's kernel"
+    assert [mla.capability.families, mha.capability.families] == [{Family.MLA}, {Family.MHA}], told
+    assert undone is mla, "backends of one family share a kernel, with its workspace and its plans"
+
+
+@pytest.mark.parametrize(
+    ("version", "numbers"),
+    [
+        ("0.5.23", (0, 5, 23)),
+        ("0.5.14.post1", (0, 5, 14)),
+        ("0.5.18rc2", (0, 5, 18)),
+        ("0.5.24.dev7+g1a2b3c4", (0, 5, 24)),
+    ],
+)
+def test_a_candidate_of_a_release_is_taken_for_it(version: str, numbers: tuple[int, ...]) -> None:
+    assert release_of(version) == numbers
+
+
+def test_a_switch_is_on_where_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    monkeypatch.delenv("SPECGATE_PHASES", raising=False)
+    found[None] = is_on("SPECGATE_PHASES")
+    for value in ("1", "0", ""):
+        monkeypatch.setenv("SPECGATE_PHASES", value)
+        found[value] = is_on("SPECGATE_PHASES")
+    told = "a server's plugin times or delays its steps where the variable is 1, and nowhere else"
+    assert found == {None: False, "1": True, "0": False, "": False}, told
 
 
 def test_every_optimization_is_switched_off_by_name() -> None:

@@ -86,6 +86,19 @@ def test_waiting_and_a_prefill_are_outside_of_every_step(at: tuple[At, Timeline]
     assert found[StepPhase.OUTSIDE][0] == pytest.approx((9_001_000 - 500) / 1e3)
 
 
+def test_metadata_between_two_steps_is_part_of_the_gap(at: tuple[At, Timeline]) -> None:
+    stamp, timeline = at
+    stamp(1_000, StepPhase.DRAFT_EXTEND)
+    stamp(1_150, StepPhase.HOST_GAP)
+    stamp(1_160, StepPhase.METADATA)
+    stamp(1_165, BACK)
+    stamp(1_190, StepPhase.DRAFT)
+    found = timeline.read()
+    told = "metadata is counted in the middle of a phase of a step, and a gap is none"
+    assert StepPhase.METADATA not in found, told
+    assert found[StepPhase.HOST_GAP] == (pytest.approx(0.040), 1)
+
+
 def test_metadata_within_metadata_ends_at_the_phase_below(at: tuple[At, Timeline]) -> None:
     stamp, timeline = at
     stamp(1_000, StepPhase.VERIFY)

@@ -104,6 +104,16 @@ tape = Tape()
 tape.capture(lambda: add_one[(1,)](source, made, 8, BLOCK=8))
 source.mul_(10)
 tape.replay()
+
+
+def moved():
+    source.set_(torch.zeros(8, dtype=torch.int32))
+    try:
+        tape.replay()
+    except ContractError as error:
+        return str(error)
+
+
 left = torch.full((16, 16), 1.5, dtype=torch.bfloat16)
 right = torch.arange(256, dtype=torch.bfloat16).view(16, 16)
 product = torch.zeros(16, 16)
@@ -122,6 +132,7 @@ print(json.dumps({
     "past_store": refusal(8, 4),
     "unknown_assembly": unknown_assembly(),
     "doubles": doubles(),
+    "moved": moved(),
     "product": product.tolist(),
     "bfloat16": halves.float().tolist(),
     "fp8": rounded.float().tolist(),
@@ -155,6 +166,11 @@ def test_a_launch_is_one_operation(seen: dict[str, Any]) -> None:
 
 def test_a_recorded_launch_is_replayed_on_what_the_memory_holds_then(seen: dict[str, Any]) -> None:
     assert seen["replayed"] == [10 * i + 1 for i in range(8)]
+
+
+def test_memory_of_a_recorded_launch_may_not_move(seen: dict[str, Any]) -> None:
+    told = "a replay whose kernel would read memory that is no longer the tensor's names it"
+    assert "int32[8] that add_one reads at" in (seen["moved"] or ""), told
 
 
 def test_masked_accesses_inside_the_memory_are_accepted(seen: dict[str, Any]) -> None:

@@ -27,12 +27,17 @@ ROWS = (
     ProfileRow("cudaStreamSynchronize", False, 6),
     ProfileRow("cudaDeviceSynchronize", False, 7),
     ProfileRow("Context Sync", True, 7),
+    ProfileRow("Stream Wait", True, 8),
+    ProfileRow("Stream Sync", True, 9),
+    ProfileRow("Event Sync", True, 10),
     ProfileRow("stray", True, 99),
 )
 
 
 def test_graphs_are_told_apart_from_launches() -> None:
     found = tally(ROWS)
+    told = "a wait of a stream or for an event is no work of the GPU"
+    assert not [name for name in found.done if name.endswith((" Wait", " Sync"))], told
     assert found.kernels == {"fill": 1, "metadata": 1, "attention": 3, "stray": 1}
     assert sorted(found.launched) == [
         "Memcpy DtoD (Device -> Device)",
@@ -66,6 +71,13 @@ def test_each_wait_is_reported_once(
     found = reported_waits(told, tally(rows[name] for name in names))
     assert len(found) == lines
     assert all("f.py:7" in line for line in found[: len(messages)])
+
+
+def test_copies_to_pageable_and_to_pinned_memory_are_copies_to_the_host() -> None:
+    names = ["Memcpy DtoH (Device -> Pageable)"] * 2 + ["Memcpy DtoH (Device -> Pinned)"]
+    found = tally(ProfileRow(name, True, i) for i, name in enumerate(names))
+    assert found.copies == {"DtoH": 3}, "copies of a direction add up, whatever memory they reach"
+    assert len(reported_waits([], found)) == 3
 
 
 def test_nothing_is_nothing() -> None:
