@@ -7,11 +7,12 @@ of ours.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any
+
+from packaging.version import Version
 
 from harness.core.capability import FLASH_MLA
 from harness.core.case import Family
@@ -75,7 +76,7 @@ def register() -> None:
 
 def release_of(version: str) -> tuple[int, ...]:
     """The numbers of a release; a candidate for it, or a build on the way to it, has the same."""
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    return Version(version).release
 
 
 def keep_chunked_prefix_cache(backend: str) -> None:
