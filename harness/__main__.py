@@ -117,7 +117,7 @@ def run(report: Path, args: Sequence[str]) -> int:
     is_custom = any(word.partition("=")[0] == "--kernel" for word in args)
     suites = DIFFERENTIAL[:1] if is_custom else DIFFERENTIAL
     code = start("pytest", *suites, *where, "--report", str(folder), *args)
-    return next(filter(None, [code, *_judge(folder, code, args)]), 0)
+    return _ended("run", {"pytest": code, **_judge(folder, code, args)})
 
 
 def gpu(report: Path, workers: int, args: Sequence[str]) -> int:
@@ -137,8 +137,8 @@ def gpu(report: Path, workers: int, args: Sequence[str]) -> int:
     where = (*CUDA, "--workers-per-gpu", str(workers), "--report", str(folder))
     code = start("pytest", *suites, *spread, *where, *args)
     timed = not args and code in LEFT_RECORDS and code != PYTEST_INTERRUPTED
-    codes = [code, latency(report, ()) if timed else 0]
-    return next(filter(None, [*codes, *_judge(folder, code, args)]), 0)
+    codes = {"pytest": code, "pytest of latencies": latency(report, ()) if timed else 0}
+    return _ended("gpu", codes | _judge(folder, code, args))
 
 
 def latency(report: Path, args: Sequence[str]) -> int:
@@ -152,17 +152,28 @@ def latency(report: Path, args: Sequence[str]) -> int:
     return start("pytest", *LATENCY, *CUDA, where, *args)
 
 
-def _judge(folder: Path, code: int, args: Sequence[str]) -> list[int]:
+def _judge(folder: Path, code: int, args: Sequence[str]) -> dict[str, int]:
     """Exit codes of the report and the gate, none where pytest's tells that nothing ran.
 
     The gate asks for a whole run, so a shard is reported alone and gated with the others.
     """
     if code not in LEFT_RECORDS:
-        return []
+        return {}
     records = str(folder / "records.jsonl")
-    reported = start("ci.report", records, "--out", str(folder / "index.html"))
+    reported = {"the report": start("ci.report", records, "--out", str(folder / "index.html"))}
     is_shard = any(word.partition("=")[0] == "--shard" for word in args)
-    return [reported] if is_shard else [reported, start("ci.gate", records)]
+    return reported if is_shard else reported | {"the gate": start("ci.gate", records)}
+
+
+def _ended(verb: str, codes: dict[str, int]) -> int:
+    """The first exit code that is not zero, named where the last word was a green gate's.
+
+    The gate knows differential trials alone, and is green beside another test that failed.
+    """
+    name, code = next(((name, code) for name, code in codes.items() if code), ("", 0))
+    if code and codes.get("the gate") == 0:
+        print(f"specgate {verb}: {name} ended with {code}", file=sys.stderr)
+    return code
 
 
 def version() -> str:

@@ -126,8 +126,13 @@ def run(cluster: RayCluster, options: argparse.Namespace, args: Sequence[str], b
         say(f"first unit {first:.1f} s after the command, all after {all_s:.1f} s")
     for one in drive.progress:
         tell_unverified(one.work) if one.given_up else None
-    codes = [judge(stores[lane], [w for w in works if w.lane == lane]) for lane in options.lanes]
-    return max([*codes, *(1 for one in drive.progress if one.given_up)])
+    red = {one.work.lane: 1 for one in drive.progress if one.given_up}
+    for lane in options.lanes:
+        if code := judge(stores[lane], [one for one in works if one.lane == lane]):
+            red[lane] = code
+    if red:
+        say(f"red: {', '.join(red)}")
+    return max(red.values(), default=0)
 
 
 def wanted(cluster: RayCluster, options: argparse.Namespace, args: Sequence[str]) -> list[LaneWork]:
@@ -183,16 +188,19 @@ def tell_unverified(work: LaneWork) -> None:
 
 
 def judge(store: Store, works: Sequence[LaneWork]) -> int:
-    """Report and gate a lane's records; 1 also where a unit without a record failed."""
-    for failure in store.failures[:LONGEST_LIST]:
-        say(f"failed: {failure}")
-    if more := store.failures[LONGEST_LIST:]:
-        say(f"failed: and {len(more)} more")
+    """Report and gate a lane's records; 1 also where a unit without a record failed.
+
+    Failures are told last: the gate knows differential trials alone, and may be green beside them.
+    """
     codes = [1 if store.failures else 0]
     if works[0].is_of_tests:
         records, page = str(store.folder / RECORDS), str(store.folder / "index.html")
         codes.append(report.main([records, "--out", page]))
         codes.append(gate.main([records, "--kinds", ",".join(one.kind for one in works)]))
+    for failure in store.failures[:LONGEST_LIST]:
+        say(f"failed: {failure}")
+    if more := store.failures[LONGEST_LIST:]:
+        say(f"failed: and {len(more)} more")
     return max(codes)
 
 

@@ -122,6 +122,28 @@ def test_gpu_returns_the_first_failure(
     assert len(stand_in.calls) == calls
 
 
+@pytest.mark.parametrize(
+    ("codes", "told"),
+    [
+        pytest.param({}, "", id="green"),
+        pytest.param(
+            {"pytest": 1}, "specgate gpu: pytest ended with 1\n", id="beside-a-green-gate"
+        ),
+        pytest.param({"pytest": 1, "ci_gate": 1}, "", id="the-gate-said-so"),
+        pytest.param({"pytest": 4}, "", id="pytest-said-so"),
+    ],
+)
+def test_a_green_gate_is_not_the_last_word_of_a_red_run(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    codes: dict[str, int],
+    told: str,
+) -> None:
+    started(monkeypatch, **codes)
+    cli.main(["gpu"])
+    assert capsys.readouterr().err == told
+
+
 @pytest.mark.parametrize("mode", ["verify", "add", "rewrite"])
 def test_golden_hands_its_mode_to_pytest(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     stand_in = started(monkeypatch, pytest=1)

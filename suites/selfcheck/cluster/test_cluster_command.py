@@ -205,7 +205,9 @@ def test_a_lane_that_no_node_ran_is_red(tmp_path: Path, capsys: pytest.CaptureFi
     options = command.parser().parse_args(words)
     code = command.run(NoNode(), options, [], 0.0)  # type: ignore[arg-type]
     assert code == 1, "nothing of it failed, and nothing was verified"
-    assert "no node in 2 s; all of it stays unverified" in capsys.readouterr().out
+    *before, last = capsys.readouterr().out.splitlines()
+    assert any("no node in 2 s; all of it stays unverified" in line for line in before)
+    assert last == "cluster: red: mutants"
 
 
 @pytest.mark.parametrize(("outcome", "code"), [("passed", 0), ("failed", 1)])
@@ -217,6 +219,19 @@ def test_an_item_that_failed_is_red_without_a_record(
     store.add(works[0], [UnitEnd(unit="one", outcome=outcome, message="off")])
     assert command.judge(store, works) == code, "an item's command leaves no record to judge"
     assert ("cluster: failed: one on cpu: off" in capsys.readouterr().out) == bool(code)
+
+
+def test_a_failed_test_is_told_after_a_green_gate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command.report, "main", lambda _: 0)
+    monkeypatch.setattr(command.gate, "main", lambda _: print("gate: green") or 0)
+    works = [work("gpu", "sm90", [])]
+    store = Store(tmp_path, works, resume=False, source=("", False))
+    store.add(works[0], [UnitEnd(unit="some.py::test", outcome="failed", message="3 < 2")])
+    assert command.judge(store, works) == 1
+    told = capsys.readouterr().out.splitlines()
+    assert told == ["gate: green", "cluster: failed: some.py::test on sm90: 3 < 2"]
 
 
 @pytest.mark.parametrize(
