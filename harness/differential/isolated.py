@@ -70,13 +70,13 @@ class TrialProcess:
             self._start()
         assert self._pipe is not None
         self._ran += 1
-        self._pipe.send(trial)
-        if not self._pipe.poll(self._patience_s):
-            self.close()
-            return _failed(trial, f"no answer within {self._patience_s:g} s")
         try:
+            self._pipe.send(trial)
+            if not self._pipe.poll(self._patience_s):
+                self.close()
+                return _failed(trial, f"no answer within {self._patience_s:g} s")
             record: Record = self._pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):  # it ended in the trial, or before it read it
             self._child.join()
             code, self._child = self._child.exitcode, None
             return _failed(trial, f"the process ended by {_ending(code)}")
@@ -85,14 +85,18 @@ class TrialProcess:
     def _start(self) -> None:
         self._pipe, theirs = self._context.Pipe()
         gc.freeze()
-        self._child = self._context.Process(target=_serve, args=(theirs, self._run), daemon=True)
+        given = (self._pipe, theirs, self._run)
+        self._child = self._context.Process(target=_serve, args=given, daemon=True)
         self._child.start()
         theirs.close()
         self._ran = 0
 
 
-def _serve(pipe: Connection, run: Callable[[Case, Subject, Execution], Record]) -> None:
+def _serve(
+    parents: Connection, pipe: Connection, run: Callable[[Case, Subject, Execution], Record]
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us ends us
+    parents.close()  # else it would wait for a killed parent forever
     while True:
         try:
             trial = pipe.recv()

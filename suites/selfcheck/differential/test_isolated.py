@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -40,6 +43,8 @@ def acted(case: Case, subject: Subject, execution: Execution) -> Record:
             time.sleep(60)
         case ["slow"]:
             time.sleep(2.5)
+        case ["late"]:
+            threading.Timer(0.2, os._exit, [3]).start()
     dirty = bool(DIRTY) or case.id == "red"
     DIRTY.append(case.id)
     verdict = Verdict.WRONG_NUMBERS if dirty else Verdict.PASSED
@@ -75,6 +80,36 @@ def test_a_lost_process_costs_its_trial_alone(
     found = run(process, "next")
     assert (found.verdict, found.case) == (Verdict.PASSED, "next")
     assert DIRTY == []
+
+
+def test_a_process_that_ends_after_its_answer_costs_no_other_trial(process: TrialProcess) -> None:
+    assert run(process, "late").verdict is Verdict.PASSED
+    process._child.join(10)
+    found = run(process, "next")
+    said = "a trial runs, in a new process, that the one before it left none"
+    assert (found.verdict, found.case) == (Verdict.PASSED, "next"), said
+
+
+def test_a_process_ends_with_its_killed_parent() -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def killed(pipe: Connection) -> None:
+        """Says who runs its trials, which holds this end, too, and never comes to an end."""
+        pipe.send(run(TrialProcess(acted, patience_s=10), "first").message)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    parent = context.Process(target=killed, args=(theirs,))
+    parent.start()
+    theirs.close()
+    child = int(ours.recv())
+    parent.join(10)
+    is_over = ours.poll(10)
+    if not is_over:
+        os.kill(child, signal.SIGKILL)
+    assert is_over, "a process of trials whose parent was killed ends by itself"
+    with pytest.raises(EOFError):
+        ours.recv()
 
 
 def test_what_an_earlier_trial_left_decides_no_verdict(process: TrialProcess) -> None:
