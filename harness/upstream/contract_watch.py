@@ -23,7 +23,7 @@ from harness.upstream.flashinfer_calls import NAMED
 from harness.upstream.released_wheel import FOLDER, cache
 
 RECORDED = GOLDEN / "upstream"
-RELEASE = re.compile(r"\d+(\.\d+)+\w*")
+RELEASE = re.compile(r"\d+(\.\d+)+(\.?[a-z]+\d+)?")
 STATED = re.compile(r"^__version__ = .*'(\S+)'$", re.MULTILINE)
 ADDED, REMOVED, CHANGED = "+-~"
 

@@ -134,6 +134,13 @@ def test_recording_ends_with_1_until_nothing_changes(folder: Path, command: Comm
     assert contract_watch.recorded("9.1")["Backend"]["forward"] == "method (self, q)"
 
 
+def test_a_release_after_a_release_is_recorded_behind_it(folder: Path, command: Command) -> None:
+    for version in ("9.1.post2", "9.1", "9.2rc1"):
+        unpack(folder / "wheels" / version, SOURCE, version)
+        assert command(version, "--write")[0] == 1
+    assert contract_watch.releases() == ["9.1", "9.1.post2", "9.2rc1"]
+
+
 TWO = "accepted: two, or one beside --source"
 
 
@@ -149,7 +156,14 @@ TWO = "accepted: two, or one beside --source"
         (("--write",), "VERSION with --write = '' is not accepted; accepted: one or more"),
         (("9.1", "9.3", "--write", "--source", "{source}"), "accepted: one, of the folder"),
         (("../9", "--write"), "VERSION = '../9' is not accepted; accepted: a release such as"),
-        (("9.3", "--write", "--source", "{source}"), "'9.3' is not accepted; accepted: 9.2, which"),
+        (
+            ("9.3", "--write", "--source", "{source}"),
+            "'9.3' is not accepted; accepted: 9.2.1,",
+        ),
+        (
+            ("9.2", "--write", "--source", "{source}"),
+            "'9.2' is not accepted; accepted: 9.2.1,",
+        ),
         (("9.1", "9.4", "--write"), "wheels/9.4' is not accepted; accepted: a folder that defines"),
     ],
 )
@@ -157,7 +171,7 @@ def test_bad_input_is_one_line_and_records_nothing(
     folder: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str
 ) -> None:
     contract_watch.record("9.1", OLD)
-    source = str(unpack(folder / "source", version="9.2"))
+    source = str(unpack(folder / "source", version="9.2.1"))
     unpack(folder / "wheels/9.1")
     with pytest.raises(SystemExit, match=r"^2$"):
         contract_watch.main([word.format(source=source) for word in words])
