@@ -44,7 +44,7 @@ def checkout(tmp_path: Path) -> Path:
             "    def plan_twice(self): ...\n"
         ),
         "mla/__init__.py": "from ._core import *\n",
-        "mla/_core.py": "def latent(query): ...\n",
+        "mla/_core.py": "from ..decode import decode\ndef latent(query, *, pages): ...\n",
     }
     for name, text in files.items():
         file = tmp_path / "flashinfer" / name
@@ -103,5 +103,12 @@ def test_definitions_are_found_through_packages_and_stars(checkout: Path) -> Non
     latent = definition(checkout, "flashinfer.latent")
     assert latent is not None
     assert latent.name == "latent"
+    above = definition(checkout, "flashinfer.mla._core.decode")
+    assert above is not None, "a name is found in the package above its module's"
     assert definition(checkout, "flashinfer.decode.nothing") is None
     assert definition(checkout, "flashinfer.no_module.decode") is None
+
+
+def test_a_keyword_without_a_default_is_required(served: dict[str, Any]) -> None:
+    with pytest.raises(KernelRefusal, match=r"flashinfer\.latent: missing .* argument: 'pages'"):
+        served["latent"](7)

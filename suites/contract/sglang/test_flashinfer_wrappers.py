@@ -11,7 +11,11 @@ import torch
 from harness.errors import KernelRefusal
 from harness.graphs.tape import Tape
 from harness.sglang.stubs.mla_wrapper import BatchMLAPagedAttentionWrapper
-from harness.sglang.stubs.ragged import BatchPrefillWithRaggedKVCacheWrapper, merge_state
+from harness.sglang.stubs.ragged import (
+    BatchPrefillWithRaggedKVCacheWrapper,
+    merge_state,
+    trtllm_ragged_attention_deepseek,
+)
 from harness.sglang.stubs.wrappers import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
@@ -91,8 +95,10 @@ def planned_prefill(*, wrapper: Any = None, **changes: Any) -> Any:
     return wrapper
 
 
-def close(obtained: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(obtained.double(), expected, rtol=0.01, atol=0.01)
+def close(obtained: torch.Tensor, expected: torch.Tensor, said: str = "as in float64") -> None:
+    torch.testing.assert_close(
+        obtained.double(), expected, rtol=0.01, atol=0.01, msg=lambda found: f"{said}\n{found}"
+    )
 
 
 def test_decode_reads_the_slots_of_each_request() -> None:
@@ -128,6 +134,63 @@ def test_a_custom_mask_replaces_causality() -> None:
     wrapper = planned_prefill(custom_mask=everything)
     out = wrapper.forward(q, (KEYS, VALUES), causal=True, sm_scale=SCALE)
     close(out[3:4], dense(q[3:4], [11, 12, 5, 6], causal=False))
+
+
+def test_a_plan_without_a_mask_keeps_none_of_the_plan_before() -> None:
+    q = drawn(5, HEADS, DIM).to(BF16)
+    wrapper = planned_prefill(custom_mask=torch.ones(2 * 4 + 3 * 5, dtype=torch.bool))
+    out = planned_prefill(wrapper=wrapper).forward(q, (KEYS, VALUES), causal=True, sm_scale=SCALE)
+    close(out[:2], dense(q[:2], [7, 1, 9, 30]), "a mask is of one plan")
+
+
+def test_keys_and_values_are_multiplied_by_their_scales() -> None:
+    q = drawn(2, HEADS, DIM).to(BF16)
+    scales = {"sm_scale": SCALE / 4, "k_scale": 4.0, "v_scale": 0.5}
+    out = planned_decode().forward(q, (KEYS, VALUES), **scales)
+    close(out[:1] * 2, dense(q[:1], [7, 1, 9]), "both scales count")
+
+
+def test_tensor_cores_decode_groups_of_any_size() -> None:
+    q = drawn(2, 5 * KV_HEADS, DIM).to(BF16)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "NHD", use_tensor_cores=True)
+    planned = planned_decode(wrapper=wrapper, num_qo_heads=5 * KV_HEADS)
+    out = planned.forward(q, (KEYS, VALUES), sm_scale=SCALE)
+    close(out[:1], dense(q[:1], [7, 1, 9]))
+    close(out[1:], dense(q[1:], [30, 2, 11, 12, 5]))
+
+
+def test_ragged_keys_have_a_window_and_values_a_size_of_their_own() -> None:
+    q, both = drawn(3, HEADS, DIM).to(BF16), int32(0, 3)
+    ragged = BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE, "NHD")
+    sizes = {"head_dim_vo": DIM // 2, "window_left": 1, "q_data_type": BF16}
+    ragged.begin_forward(both, both, HEADS, KV_HEADS, DIM, **sizes)
+    values = VALUES[20:23, :, : DIM // 2]
+    out = ragged.forward(q, KEYS[20:23], values, causal=True, sm_scale=SCALE, window_left=1)
+    close(out, dense(q, [20, 21, 22], window=1)[..., : DIM // 2], "a planned window is kept")
+
+
+def test_a_prefill_per_head_scales_its_result() -> None:
+    q = drawn(2, HEADS, DIM).to(BF16)
+    out = trtllm_ragged_attention_deepseek(
+        q,
+        KEYS[20:23],
+        VALUES[20:23],
+        WORKSPACE,
+        seq_lens=int32(3),
+        max_q_len=2,
+        max_kv_len=3,
+        bmm1_scale=SCALE,
+        bmm2_scale=0.5,
+        o_sf_scale=1.0,
+        batch_size=1,
+        window_left=-1,
+        cum_seq_lens_q=int32(0, 2),
+        cum_seq_lens_kv=int32(0, 3),
+        enable_pdl=None,
+        is_causal=True,
+        return_lse=False,
+    )
+    close(out * 2, dense(q, [20, 21, 22]), "the result is scaled")
 
 
 def test_two_partial_results_merge_to_the_whole() -> None:
@@ -267,6 +330,46 @@ def test_a_replay_refuses_more_keys_than_were_planned() -> None:
     close(out[:1], dense(q[:1], indices[:4].tolist()))
 
 
+def test_a_plan_again_without_a_graph_has_lists_of_its_own() -> None:
+    wrapper, q = planned_decode(), drawn(2, HEADS, DIM).to(BF16)
+    lists = (int32(0, 2, 3), int32(20, 21, 22), int32(1, 1))
+    fast_decode_plan(wrapper, *lists, HEADS, KV_HEADS, DIM, 1)
+    out = wrapper.forward(q, (KEYS, VALUES), sm_scale=SCALE)
+    close(out[:1], dense(q[:1], [20, 21]), "slots are of the last plan")
+    close(out[1:], dense(q[1:], [22]))
+
+
+def graph_prefill() -> Any:
+    """Of two requests."""
+    return BatchPrefillWithPagedKVCacheWrapper(
+        WORKSPACE,
+        "NHD",
+        use_cuda_graph=True,
+        qo_indptr_buf=int32(0, 0, 0),
+        paged_kv_indptr_buf=int32(0, 0, 0),
+        paged_kv_indices_buf=torch.zeros(12, dtype=torch.int32),
+        paged_kv_last_page_len_buf=int32(1, 1),
+        custom_mask_buf=torch.zeros(8, dtype=torch.uint8),
+        mask_indptr_buf=int32(0, 0, 0),
+    )
+
+
+def test_a_graph_reads_the_mask_of_each_request() -> None:
+    mask = torch.ones(2 * 4 + 3 * 5, dtype=torch.bool)
+    mask[8::5] = False  # no query of request 1 sees its first key
+    q = drawn(5, HEADS, DIM).to(BF16)
+    wrapper = planned_prefill(wrapper=graph_prefill(), custom_mask=mask)
+    out = wrapper.forward(q, (KEYS, VALUES), sm_scale=SCALE)
+    close(out[:2], dense(q[:2], [7, 1, 9, 30], causal=False))
+    close(out[2:], dense(q[2:], [11, 12, 5, 6], causal=False), "each request has its mask")
+
+
+def test_a_plan_for_a_graph_refuses_more_queries_than_its_first() -> None:
+    wrapper = planned_prefill(wrapper=graph_prefill(), qo_indptr=int32(0, 1, 4))
+    with pytest.raises(KernelRefusal, match=r"qo_indptr\[-1\] = 5 .* <= 4, as first planned"):
+        planned_prefill(wrapper=wrapper)
+
+
 def test_a_plan_for_a_graph_refuses_a_list_longer_than_its_buffer() -> None:
     wrapper, _ = graph_decode()
     with pytest.raises(KernelRefusal, match="indices_buf size = 13"):
@@ -306,3 +409,18 @@ def test_mla_replays_lengths_of_the_last_plan_and_slots_of_its_buffer() -> None:
     buffers[1].fill_(5)  # the kernel has no use for this buffer
     tape.replay()
     close(out, mean(9, 8, 7, 6))
+
+
+def test_mla_is_causal_where_its_plan_is() -> None:
+    rank, rope = 512, 64
+    latent = drawn(SLOTS, 1, rank + rope).to(BF16)
+    wrapper = BatchMLAPagedAttentionWrapper(WORKSPACE)
+    slots, caches = [9, 4, 30], (latent[..., :rank], latent[..., rank:])
+    q = torch.zeros(2, 2, rank + rope, dtype=BF16)
+    for causal, seen in ((True, 2), (False, 3)):
+        options = (2, rank, rope, 1, causal, SCALE, BF16, BF16)
+        wrapper.plan(int32(0, 2), int32(0, 3), int32(*slots), int32(3), *options)
+        out = wrapper.run(q[..., :rank], q[..., rank:], *caches)
+        for row, count in ((out[0], seen), (out[1], 3)):
+            mean = latent[slots[:count], 0, :rank].double().mean(0)
+            close(row, mean.expand(2, -1), "a query sees what its plan lets it")

@@ -9,7 +9,14 @@ from harness.core.capability import CAPABILITIES
 from harness.core.case import Family
 from harness.errors import KernelRefusal
 from harness.kernels.reference import TorchPaged
-from harness.sglang.stubs.flashinfer import served_by, trtllm_batch_decode_with_kv_cache
+from harness.oracle import attend
+from harness.sglang.patches import fused_fp8_qkv_kv_cache
+from harness.sglang.stubs.flashinfer import (
+    served_by,
+    trtllm_batch_context_with_kv_cache,
+    trtllm_batch_decode_with_kv_cache,
+    trtllm_fmha_v2_prefill,
+)
 from harness.sglang.stubs.rope import mla_rope_quantize_fp8, no_rotation, rotated
 from harness.sglang.stubs.sgl_kernel import sgl_per_tensor_quant_fp8
 
@@ -126,3 +133,81 @@ def test_xqa_refuses_a_workspace_whose_semaphores_another_kernel_overwrote() -> 
     workspace[(8 << 20) - 1] = 1
     with pytest.raises(KernelRefusal, match=r"workspace_buffer = '1 words left by another kernel'"):
         xqa_decode(workspace)
+
+
+# Two requests of 3 and 5 keys, of which the last 2 and the last one are new.
+PREFILL = {
+    "seq_lens": torch.tensor([3, 5], dtype=torch.int32),
+    "max_q_len": 2,
+    "max_kv_len": 5,
+    "bmm1_scale": 0.25,
+    "bmm2_scale": 1.0,
+    "batch_size": 2,
+    "cum_seq_lens_q": torch.tensor([0, 2, 3], dtype=torch.int32),
+    "cum_seq_lens_kv": torch.tensor([0, 3, 8], dtype=torch.int32),
+}
+SINKS = torch.tensor([1.0, -2.0])
+
+
+def prefilled(
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
+    """Query, caches [pages, 1, 16, 64] and the oracle's answer; requests are on pages 2 and 1."""
+    drawn = torch.randn(3 + 2 * 3 * 16, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+    query, caches = torch.stack((drawn[:3], drawn[3:6]), 1), drawn[3:].view(2, 3, 1, 16, 64)
+    parts = [
+        attend(
+            query[rows],
+            *(cache[page, 0, :total, None] for cache in caches),
+            prefix_len=prefix,
+            scale=0.25,
+            sinks=sinks,
+        )
+        for rows, page, prefix, total in ((slice(2), 2, 1, 3), (slice(2, 3), 1, 4, 5))
+    ]
+    return query, tuple(caches), torch.cat(parts)
+
+
+def close(obtained: torch.Tensor, expected: torch.Tensor) -> None:
+    said = "a prefill is causal over the request's own pages, with the sinks that it is given"
+    torch.testing.assert_close(
+        obtained.double(), expected, rtol=0.01, atol=0.01, msg=lambda found: f"{said}\n{found}"
+    )
+
+
+def test_a_prefill_sees_each_requests_keys_up_to_its_own() -> None:
+    query, caches, expected = prefilled(None)
+    tables = torch.tensor([[2], [1]], dtype=torch.int32)
+    with served_by(TorchPaged(CAPABILITIES[Family.MHA, "trtllm_gen"])):
+        out = trtllm_batch_context_with_kv_cache(query, caches, torch.empty(0), tables, **PREFILL)
+    close(out, expected)
+
+
+def test_a_prefill_on_sm90_has_sinks_and_leaves_its_workspace_dirty() -> None:
+    query, caches, expected = prefilled(SINKS)
+    tables = torch.tensor([[[2], [2]], [[1], [1]]], dtype=torch.int32)
+    workspace = torch.zeros((8 << 20) + 64, dtype=torch.uint8)
+    with served_by(TorchPaged(CAPABILITIES[Family.MHA, "xqa"])):
+        out = trtllm_fmha_v2_prefill(
+            (query, caches),
+            "Q_PAGED_KV_HND",
+            workspace,
+            block_tables=tables,
+            sinks=SINKS,
+            **PREFILL,
+        )
+    close(out, expected)
+    with pytest.raises(KernelRefusal, match="left by another kernel"):
+        xqa_decode(workspace)
+
+
+def test_a_fused_cast_scales_keys_and_values_and_not_the_query() -> None:
+    cache = torch.zeros(2, 3, 1, 2, dtype=FP8)
+    rows = torch.tensor([[[1.0, 3.0]]])
+    query = fused_fp8_qkv_kv_cache(
+        rows, rows, rows, *cache, torch.tensor([2]), torch.tensor(0.5), torch.tensor(0.25)
+    )
+    assert query is not None
+    assert query.float().tolist() == [[1.0, 3.0]], "the query is cast as it is"
+    assert cache[:, 2, 0].float().tolist() == [[2.0, 6.0], [4.0, 12.0]]
+    assert not cache[:, :2].float().any()

@@ -13,15 +13,20 @@ import torch
 from fixtures.tables import CASES
 from fixtures.toys.toy_attention import mha_layer
 from harness.core.capability import CAPABILITIES
-from harness.core.case import Family
+from harness.core.case import Family, Mode
 from harness.errors import UsageError
 from harness.kernels.reference import TorchPaged
-from harness.sglang import backend, batches, process
-from harness.sglang.backend import FLASHINFER_MLA, TRTLLM_MLA, Classes
-from harness.sglang.batches import at_full_width
+from harness.sglang import backend, batches, process, runtime_context, shared_allocator
+from harness.sglang.backend import FLASHINFER_MLA, TRTLLM_MLA, Classes, decompressed
+from harness.sglang.batches import at_full_width, chain_mask, with_host_lens
 from harness.sglang.context import server_arguments
 from harness.sglang.releases import RELEASES
-from harness.upstream.forward_batch_info import EagleDraftExtendInput, ForwardBatch, ForwardMode
+from harness.upstream.forward_batch_info import (
+    EagleDraftExtendInput,
+    EagleVerifyInput,
+    ForwardBatch,
+    ForwardMode,
+)
 
 
 def draft_extend(mode: ForwardMode) -> ForwardBatch:
@@ -56,6 +61,65 @@ def test_v1_is_captured_with_every_token_accepted() -> None:
     assert ours.spec_info.num_accept_tokens.tolist() == [1, 1]
     uniform = draft_extend(ForwardMode.DRAFT_EXTEND_V2)
     assert at_full_width(uniform) is uniform
+
+
+def test_a_capture_knows_its_lengths_on_the_host() -> None:
+    ours = draft_extend(ForwardMode.DRAFT_EXTEND_V2).with_changes(
+        seq_lens=torch.tensor([3, 4]), seq_lens_sum=99
+    )
+    batch = with_host_lens(ours)
+    assert batch.seq_lens_cpu is not None
+    assert (batch.seq_lens_cpu.tolist(), batch.seq_lens_sum) == ([3, 4], 7)
+
+
+def test_a_chain_sees_what_is_committed_and_itself() -> None:
+    batch = draft_extend(ForwardMode.TARGET_VERIFY).with_changes(
+        seq_lens=torch.tensor([2, 0]), spec_info=EagleVerifyInput(torch.zeros(4), 2)
+    )
+    behind_two, behind_none = [1, 1, 1, 0, 1, 1, 1, 1], [1, 0, 1, 1]
+    assert chain_mask(batch).int().tolist() == behind_two + behind_none
+
+
+def test_the_target_of_a_draft_maps_every_slot_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    hybrid, allocator = type("SWAKVPool", (), {}), type("SWATokenToKVPoolAllocator", (), {})
+    module = SimpleNamespace(SWAKVPool=hybrid, SWATokenToKVPoolAllocator=allocator)
+    monkeypatch.setattr(shared_allocator, "load", lambda _: module)
+    case = next(
+        case for case in CASES.values() if case.mode is Mode.MULTI_STEP_DRAFT and case.seed % 2
+    )
+    pool = SimpleNamespace(size=32, device="cpu")
+    made = shared_allocator.new_allocator(case, pool, is_draft_worker=True)
+    mapping = made._kvcache.full_to_swa_index_mapping.tolist()
+    slots = list(range(32 + case.page_size))
+    assert sorted(mapping) == slots
+    said = "a draft that took its target's mapping for its own would find other slots by it"
+    assert not any(slot == own for slot, own in zip(slots, mapping, strict=True)), said
+
+
+def test_a_decompressed_value_is_the_latent_of_each_head() -> None:
+    q, k = torch.arange(24.0).view(2, 3, 4), torch.arange(100.0, 108.0).view(2, 1, 4)
+    q_rope, k_rope = torch.arange(200.0, 212.0).view(2, 3, 2), torch.arange(300.0, 304.0)
+    query, key, value = decompressed(q, k, q_rope, k_rope.view(2, 1, 2))
+    assert query[1, 2].tolist() == [20, 21, 22, 23, 210, 211]
+    for head in range(3):
+        assert key[1, head].tolist() == [104, 105, 106, 107, 302, 303]
+        assert value[1, head].tolist() == [104, 105, 106, 107], "the rotary part is no value"
+
+
+def test_a_context_is_taken_back_before_the_next_is_published() -> None:
+    done: list[str] = []
+
+    def override(name: str) -> SimpleNamespace:
+        verbs = {verb: lambda verb=verb: done.append(f"{verb} {name}") for verb in WAYS}
+        return SimpleNamespace(**verbs)
+
+    held: list[Any] = []
+    for name in ("first", "second"):
+        runtime_context._replace(held, override(name))
+    assert done == ["install first", "restore first", "install second"]
+
+
+WAYS = ("install", "restore")
 
 
 @pytest.mark.parametrize(

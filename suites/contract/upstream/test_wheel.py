@@ -232,6 +232,12 @@ def test_a_missing_release_is_one_line(
     assert line.endswith(f"python -m harness wheels --into {released_wheel.cache()}")
 
 
+def test_a_release_that_lacks_a_file_is_missing(folder: Path) -> None:
+    (folder / "9.9" / MADE_UP.files[1]).unlink()
+    with pytest.raises(UsageError, match=r"^sglang 9\.9 is not in "):
+        released_wheel.located(MADE_UP)
+
+
 def test_wheels_fills_a_folder_with_every_release(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

@@ -1,0 +1,53 @@
+"""What stands in for the Triton backend's decode kernel: scales, sinks, and where its slots lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.oracle import attend
+from harness.sglang.triton_attention import decode_attention_fwd
+
+HEADS, KV_HEADS, DIM = 4, 2, 16
+# A request of two keys and one of three, behind what an earlier kernel was given.
+BEHIND = torch.tensor([99, 99, 7, 1, 9, 3, 2], dtype=torch.int32)
+REQUESTS = ((0, [7, 1]), (1, [9, 3, 2]))
+
+
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])], ids=str)
+def test_decode_scales_both_caches_and_gives_sinks_their_share(sinks: torch.Tensor | None) -> None:
+    generator = torch.Generator().manual_seed(5)
+    q = torch.randn(2, HEADS, DIM, generator=generator)
+    keys, values = torch.randn(2, 10, KV_HEADS, DIM, generator=generator)
+    out = torch.empty_like(q)
+    decode_attention_fwd(
+        q,
+        keys,
+        values,
+        out,
+        torch.tensor([0, 2, 5], dtype=torch.int32),
+        BEHIND[2:3],  # a kernel takes where the slots begin, however long the view is
+        *(torch.empty(0) for _ in range(3)),
+        max_kv_splits=1,
+        sm_scale=0.3,
+        k_scale=0.5,
+        v_scale=2.0,
+        sinks=sinks,
+    )
+    for row, slots in REQUESTS:
+        expected = attend(
+            q[row : row + 1],
+            keys[slots] * 0.5,
+            values[slots] * 2.0,
+            prefix_len=len(slots) - 1,
+            scale=0.3,
+            sinks=sinks,
+        )
+        said = "each request reads its own slots, scaled, and gives its sinks their share"
+        torch.testing.assert_close(
+            out[row : row + 1].double(),
+            expected,
+            rtol=1e-5,
+            atol=1e-5,
+            msg=lambda found, said=said: f"{said}\n{found}",
+        )
