@@ -46,6 +46,11 @@ ROWS: tuple[tuple[Capability, Case, str | None], ...] = (
         replace(VERIFY, window_left=8),
         "refuses window_left 8: accepts -1 where a request has more than 1 query tokens",
     ),
+    (
+        XQA,
+        replace(VERIFY, window_left=0),
+        "refuses window_left 0: accepts -1 where a request has more than 1 query tokens",
+    ),
     (TRTLLM_GEN_MHA, replace(VERIFY, window_left=8), None),
     (
         replace(XQA, window=False),

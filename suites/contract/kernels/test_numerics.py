@@ -103,6 +103,8 @@ def test_new_keys_are_attended_as_they_are_in_that_execution_of_that_mode_alone(
     )
     assert not torch.equal(eager, cached), "its own keys do not come out of the FP8 cache"
     assert torch.equal(replayed, cached), "a replay reads what the cache holds, whatever is eager"
+    kept = expect(inputs, numerics=numerics, execution=Execution.EAGER).unrounded.logits
+    assert torch.equal(kept, cached), "a golden keeps the answer over the cache, for every kernel"
 
 
 @pytest.mark.parametrize("case", ["mha-decode-fp8_cache", "mha-target_verify-bs2_ragged"])

@@ -16,7 +16,7 @@ import pytest
 from fixtures import bench
 from fixtures.pytest_plugin.poll import eventually
 from harness.__main__ import become
-from harness.core.signals import hear_sigint, held
+from harness.core.signals import hear_sigint, heard_as_interrupt, held
 from harness.server.launch.process import ROOT
 
 SERVE = ("serve", "--pair", "gqa")
@@ -154,3 +154,16 @@ def test_a_signal_that_comes_while_the_server_is_built_is_not_lost() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert built == ["all of it"]
+
+
+def test_a_handler_of_before_is_back_whatever_it_was() -> None:
+    def own(*_: object) -> None:
+        raise AssertionError("nobody sends it")
+
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        with heard_as_interrupt(signal.SIGTERM):
+            assert signal.getsignal(signal.SIGTERM) is not own
+        assert signal.getsignal(signal.SIGTERM) is own, "what heard a signal before hears it again"
+    finally:
+        signal.signal(signal.SIGTERM, before)

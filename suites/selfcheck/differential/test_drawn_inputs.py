@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from fixtures.tables import find
+from harness.differential import pool_state
+from harness.differential.forward_batches import make_batch, pad_batch
 from harness.differential.inputs import make_trial_inputs
+from harness.differential.pool_state import make_pool_state
 from harness.differential.probe_model import rotate
 from harness.differential.traced_inputs import FIRST_TRACED
 
@@ -25,6 +28,31 @@ def test_a_page_is_evicted_as_soon_as_it_is_left_of_the_window(prefix: int, evic
     mapped = [inputs.swa_page_of[page] for page in pages]
     assert mapped[:evicted] == [0] * evicted
     assert 0 not in mapped[evicted:]
+
+
+@pytest.mark.parametrize(
+    "row", ["mha-target_verify-window_bs5_interleaved", "mla-target_verify-bs2_ragged"]
+)
+def test_a_history_is_the_same_whether_it_is_written_whole_or_request_by_request(
+    row: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = make_trial_inputs(find(row))
+    whole = make_pool_state(inputs).buffers()
+    monkeypatch.setattr(pool_state, "TOGETHER", 1)
+    by_request = make_pool_state(inputs).buffers()
+    assert whole.keys() == by_request.keys()
+    for name, buffer in whole.items():
+        same = torch.equal(buffer.view(torch.int16), by_request[name].view(torch.int16))
+        assert same, f"{name} holds every request's history, however long all of them are"
+
+
+def test_dp_padding_that_fills_no_request_is_one_more() -> None:
+    inputs = make_trial_inputs(find("mha-target_verify-bs2_ragged"))
+    batch = make_batch(make_pool_state(inputs), inputs.tested)
+    padded = pad_batch(batch, rows=5, width=4)
+    said = "five rows are a request of four and one that is begun"
+    assert (padded.batch_size, padded.seq_lens.tolist()[2:]) == (2 + 2, [0, 0]), said
+    assert len(padded.input_ids) == len(batch.input_ids) + 5
 
 
 @pytest.mark.parametrize("family", ["mha", "mla"])

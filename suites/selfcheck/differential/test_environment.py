@@ -7,10 +7,12 @@ import platform
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from harness.core import environment as asked
 from harness.core.tree import digest
+from harness.errors import UsageError
 
 
 def test_facts_of_this_machine():
@@ -39,6 +41,15 @@ def test_cuda_facts(monkeypatch):
     assert found.sgl_kernel == "version of sglang-kernel"
     assert found.triton == "version of triton"
     assert found.dirty
+
+
+def test_a_device_is_one_of_those_that_are_here(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name in ("cpu", "cuda", "cuda:1"):
+        assert str(asked.present(name, "--device")) == name
+    for name in ("cuda:2", "meta", "gpu"):
+        with pytest.raises(UsageError, match=f"^--device = '{name}' is not accepted"):
+            asked.present(name, "--device")
 
 
 def test_what_is_unknown_is_empty(monkeypatch):

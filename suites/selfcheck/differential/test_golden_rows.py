@@ -214,6 +214,11 @@ def test_a_draft_is_judged_up_to_the_token_that_differs() -> None:
     other.logits[4] += 1
     found = judged(golden, other, nothing, parted)["golden.logits"]
     assert (found.bad_rows, found.where) == (1, "row 4")
+    coarse = torch.zeros_like(logits)
+    coarse[4] = 1
+    rounded = Answer(hidden_states=nothing.logits, logits=coarse)
+    found = judged(golden, other, rounded, parted)["golden.logits"]
+    assert found.passed, "a row that is judged has its own rounding, whichever rows are left out"
 
 
 def text(name: str, place: int) -> GoldenPrompt:

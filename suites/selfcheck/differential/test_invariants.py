@@ -87,6 +87,11 @@ def test_well_formed_metadata_has_no_violation():
         ("page_table", int32([[4, 0], [2, 7], [0, 0]]), " has shape [3, 2], expected [3, >= 3]"),
         (
             "page_table",
+            int32([[4, 0, 0], [2, 7, 5], [0, 0, 0], [0, 0, 0]]),
+            " has shape [4, 3], expected [3, >= 3] [index space or capacity]",
+        ),
+        (
+            "page_table",
             int32([[4, 0, 0], [7, 2, 5], [0, 0, 0]]),
             "[1] has live pages [7, 2, 5], expected [2, 7, 5] [index space or capacity]",
         ),

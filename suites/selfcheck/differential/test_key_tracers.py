@@ -61,6 +61,16 @@ def test_a_tracer_counts_by_hand():
     assert (nothing.keys, nothing.positions) == (0.0, ())
 
 
+@pytest.mark.parametrize("head", [3, 4, 5])
+def test_a_position_is_read_that_one_head_of_a_group_read(head):
+    # The second KV head's: its third column is that of position 18.
+    row = torch.zeros(6, 16)
+    row[head, 2] = TRACER_VALUE / 7
+    reading = read_tracer(row, range(32), 2)
+    said = "a position is read that any query head of a KV head's group read"
+    assert (reading.positions, reading.keys) == ((18,), pytest.approx(7)), said
+
+
 def test_a_tracer_uses_the_columns_of_every_kv_head():
     traced = list(range(32))
     tracer = make_tracer(traced, total=40, q_len=1, **SHAPE)

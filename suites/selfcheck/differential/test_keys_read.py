@@ -143,6 +143,7 @@ def test_keys_of_a_batch_that_ran_before_are_named() -> None:
         "mha-draft_extend_v2-fp8_cache",
         "mla-target_verify-bs2_ragged",
         "mha-decode-window_of_one_page",
+        "mha-multi_step_draft-bs2_ragged",
     ],
 )
 def test_keys_rotated_for_other_positions_are_named(

@@ -98,6 +98,26 @@ def test_a_step_falls_short_by_what_parts_it_from_its_claim(
         assert obtained == pytest.approx(expected), of_a_step(claim, length)
 
 
+class UnsureDraft(ScriptedDraft):
+    """Its first draft after the prefill nearly ties with another token, 1."""
+
+    def forward(self, token_ids, hidden):
+        out, logits = super().forward(token_ids, hidden)
+        logits[2, 1] = logits[2].max() - 0.25
+        return out, logits
+
+
+@pytest.mark.parametrize(("claimed", "gap"), [(1, 0.25), (2, 1.0)])
+def test_a_claim_that_is_too_short_is_parted_by_the_draft_that_it_lacks(claimed, gap):
+    # Of a text of five the first step begins behind the prefill's token, with row 2.
+    target, text = ScriptedTarget(), plain(5)
+    steps = (claimed, 4 - claimed)
+    found = follow(target, UnsureDraft(()), PROMPT, text, **ROUND, accept_lengths=steps)
+    rms = {1: ((16 + 9 + 3.75**2) / VOCAB) ** 0.5, 2: DRAFT_RMS}[claimed]
+    said = "a step that accepts too few falls short by the gap of the first draft that it refuses"
+    assert found.step_shortfalls[0] == pytest.approx(gap / rms), said
+
+
 def test_the_last_step_is_judged_past_the_text_as_far_as_the_target_is_sure():
     given = {**ROUND, "accept_lengths": (4, 4, 4)}  # Thirteen tokens, of which the text has ten.
     found = follow(ScriptedTarget(), ScriptedDraft(()), PROMPT, plain(10), **given)
