@@ -49,7 +49,7 @@ class Launch:
         return tensors_in([*self.args, *self.kwargs.values()])
 
     def run(self) -> None:
-        """Run it, unseen by modes of torch.
+        """Run it, unseen by modes of torch, and tell the observers: of a replay, too.
 
         Raises:
             ContractError: it read or wrote outside of its tensors' memory.
@@ -63,6 +63,8 @@ class Launch:
                 raise ContractError(f"{self.name}: {error.__cause__ or error}") from error
             finally:
                 _memory.pop()
+        for observer in tuple(_observers):
+            observer(self)
 
 
 @contextmanager
@@ -85,10 +87,7 @@ def watch_interpreter() -> None:
         return
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
-        made = Launch(self.fn.__name__, lambda *a, **k: original(self, *a, **k), args, kwargs)
-        made.run()
-        for observer in tuple(_observers):
-            observer(made)
+        Launch(self.fn.__name__, lambda *a, **k: original(self, *a, **k), args, kwargs).run()
 
     launch.is_watched = True  # type: ignore[attr-defined]
     executor.__call__ = launch

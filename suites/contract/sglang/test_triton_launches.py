@@ -103,7 +103,8 @@ with observe() as effects:
 tape = Tape()
 tape.capture(lambda: add_one[(1,)](source, made, 8, BLOCK=8))
 source.mul_(10)
-tape.replay()
+with observe() as again:
+    tape.replay()
 
 
 def moved():
@@ -126,6 +127,7 @@ rounded = torch.zeros(len(given), dtype=torch.float8_e4m3fn)
 cast[(1,)](given, rounded, BLOCK=len(given))
 print(json.dumps({
     "operations": dict(effects.operations),
+    "again": dict(again.operations),
     "replayed": made.tolist(),
     "inside": refusal(6, 6),
     "past_load": refusal(5, 8),
@@ -166,6 +168,11 @@ def test_a_launch_is_one_operation(seen: dict[str, Any]) -> None:
 
 def test_a_recorded_launch_is_replayed_on_what_the_memory_holds_then(seen: dict[str, Any]) -> None:
     assert seen["replayed"] == [10 * i + 1 for i in range(8)]
+
+
+def test_a_replay_shows_the_launch_that_it_repeats(seen: dict[str, Any]) -> None:
+    told = "a replayed tape counts as the operations it recorded, launches of kernels included"
+    assert seen["again"] == {"triton::add_one": 1}, told
 
 
 def test_memory_of_a_recorded_launch_may_not_move(seen: dict[str, Any]) -> None:
