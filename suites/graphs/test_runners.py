@@ -155,7 +155,7 @@ def test_prepare_runs_before_the_draft_tokens_are_known() -> None:
 
 
 def test_seq_lens_cpu_is_padded_where_it_is_carried_and_not_missed_where_not() -> None:
-    runner = make()
+    runner = make(capture_bs=(2, 4, 7))  # three fill neither their bucket nor the largest
     runner.replay(verify(5, 9, 7))
     assert runner.attn_backend.plans[-1].seq_lens_cpu is None
     lens = torch.tensor([5, 9, 7])
@@ -163,8 +163,9 @@ def test_seq_lens_cpu_is_padded_where_it_is_carried_and_not_missed_where_not() -
     runner.replay(batch)
     planned = runner.attn_backend.plans[-1]
     assert planned.seq_lens_cpu is not None
-    assert planned.seq_lens_cpu.tolist() == [5, 9, 7, 2]
-    assert planned.seq_lens_sum == int(runner.buffers["seq_lens"].sum()) == 23
+    told = "a replay's host lengths are as many as its bucket has requests"
+    assert planned.seq_lens_cpu.tolist() == [5, 9, 7, 2], told
+    assert planned.seq_lens_sum == int(runner.buffers["seq_lens"][:4].sum()) == 23
     assert planned.extend_seq_lens_cpu == [3, 3, 3, 3]
     assert (batch.seq_lens_sum, batch.extend_seq_lens_cpu) == (21, [3, 3, 3])
     runner.replay(verify(5, 9, 7))

@@ -170,7 +170,7 @@ def test_the_baseline_v2_computes_the_same_and_a_topk_besides() -> None:
 def test_the_host_knows_padded_accept_lengths_where_the_batch_did(
     mode: ForwardMode, padded: int
 ) -> None:
-    runner = extender(mode)
+    runner = extender(mode, capture_bs=(7, 4))
     batch = extend_batch(mode, [19, 16, 18], [1, 3, 2])
     batch.spec_info.num_accept_tokens_cpu = [1, 3, 2]
     runner.replay(batch)

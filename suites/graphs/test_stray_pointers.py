@@ -1,4 +1,4 @@
-"""A stray pointer is named by the tensor that it passes, or that it falls short of."""
+"""A launch is seen where it is observed; a stray pointer is named by the tensor it passes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ import pytest
 import torch
 
 from harness.errors import ContractError
-from harness.graphs.triton_launches import Launch, _refuse_stray
+from harness.graphs.triton_launches import Launch, _refuse_stray, launches_seen
 
 TENSORS = [torch.zeros(size, dtype=torch.int32) for size in (10, 8)]
 FIRST, LAST = sorted(TENSORS, key=torch.Tensor.data_ptr)
 LAUNCH = Launch("kernel", lambda *_: None, (LAST, FIRST), {})
+
+
+def test_an_observer_is_told_inside_its_region_and_not_after_one_that_raised() -> None:
+    told: list[str] = []
+    with launches_seen(lambda launch: told.append(launch.name)):
+        LAUNCH.run()
+    with pytest.raises(KeyError), launches_seen(lambda _: told.append("left behind")):
+        raise KeyError
+    LAUNCH.run()
+    assert told == ["kernel"], "a region that raises ends the observation of launches, too"
 
 
 def test_bytes_past_the_end() -> None:
@@ -19,6 +29,14 @@ def test_bytes_past_the_end() -> None:
     _refuse_stray(LAUNCH, "load", np.array([end - 4]), 4)
     with pytest.raises(ContractError, match=rf"loads 6 bytes past the end of int32\[{len(LAST)}\]"):
         _refuse_stray(LAUNCH, "load", np.array([end - 4, end + 2]), 4)
+
+
+def test_the_end_of_a_view_is_that_of_its_memory() -> None:
+    end = LAST.data_ptr() + LAST.untyped_storage().nbytes()
+    launch = Launch("kernel", lambda *_: None, (LAST[:3],), {})
+    _refuse_stray(launch, "load", np.array([end - 4]), 4)
+    with pytest.raises(ContractError, match=r"loads 6 bytes past the end of int32\[3\]"):
+        _refuse_stray(launch, "load", np.array([end + 2]), 4)
 
 
 def test_an_access_that_begins_inside_ends_inside() -> None:

@@ -181,6 +181,23 @@ def test_a_tensor_that_is_handed_over_by_name_keeps_its_shape_too() -> None:
     assert y.tolist() == [[4.0, 5.0]]
 
 
+def test_a_tensor_of_a_list_keeps_its_shape_too() -> None:
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+
+    def run() -> torch.Tensor:
+        y = x * 1
+        rows = torch.cat([y, y[:1]])
+        y.t_()
+        return rows
+
+    tape = Tape()
+    rows = tape.capture(run)
+    x.mul_(10)
+    tape.replay()
+    told = "an operation over a list sees the tensors as they lay at the capture"
+    assert rows.tolist() == [[10.0, 20.0], [30.0, 40.0], [10.0, 20.0]], told
+
+
 def test_a_recording_needs_no_gradient() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     tape = Tape()

@@ -101,6 +101,16 @@ def test_the_longest_query_is_the_one_the_host_knows() -> None:
     )
 
 
+def test_accept_counts_cut_a_draft_extend_and_no_lengths_of_its_prefill() -> None:
+    spec, of_prefill = accepted(1, 3), torch.tensor([2, 5], dtype=torch.int32)
+    spec.num_accept_tokens_cpu = [1, 3]
+    kept = {"extend_seq_lens": of_prefill, "extend_seq_lens_cpu": [2, 5]}
+    metadata = plan(toy_backend(), ForwardMode.DRAFT_EXTEND, [9, 8], 4, spec_info=spec, **kept)
+    rule = "a draft extend's queries are the accepted tokens, whatever an older extend had"
+    assert metadata.cu_seqlens_q.tolist() == [0, 1, 4], rule
+    assert metadata.geometry.max_q_len == 3, rule
+
+
 @pytest.mark.parametrize("declared", [DRAFTS - 1, DRAFTS + 2])
 def test_a_longest_query_nobody_knows_is_what_the_batch_declares(declared: int) -> None:
     spec, v1 = accepted(1, 2, width=declared), ForwardMode.DRAFT_EXTEND

@@ -152,8 +152,9 @@ def test_pools_that_were_exchanged_are_refused(field: str, of: str) -> None:
     batch = batch_for(backend, ForwardMode.DECODE, [9, 8], 2)
     backend.init_forward_metadata(batch)
     owners = {"batch": batch, "backend": backend, "table": backend.req_to_token_pool}
+    exchanged = copy.copy(getattr(owners[of.split()[0]], field))
     for owner in of.split():
-        setattr(owners[owner], field, copy.copy(getattr(owners[owner], field)))
+        setattr(owners[owner], field, exchanged)
     with pytest.raises(ContractError, match=f"^{field} = .* was built on"):
         backend.init_forward_metadata(batch)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fixtures.toys.toy_attention import ROWS, dense, mha_layer, mha_pool, slots, swa_pool
+from fixtures.toys.toy_planning import batch_for, toy_backend
 from fixtures.toys.toy_scenes import TOTALS, MHAScene, phase_id, toy_sized
 from harness.attention.baselines import ContextKernelMHABackend, VerifyFixUpMHABackend
 from harness.attention.trtllm_mha import TRTLLMHAAttnBackend
@@ -165,6 +166,19 @@ def test_only_the_fix_up_baseline_fills_verify_metadata_again(kind: Any) -> None
     refilled = scene.backend.forward_metadata.page_table
     wanted = planned if kind is VerifyFixUpMHABackend else torch.zeros_like(planned)
     assert torch.equal(refilled, wanted)
+
+
+def test_a_fix_up_is_of_the_batch_that_was_planned_last() -> None:
+    backend: Any = toy_backend(VerifyFixUpMHABackend)
+    pair, single = (batch_for(backend, VERIFY, lens, 3 * len(lens)) for lens in ([9, 8], [5]))
+    backend.init_cuda_graph_state(2, 6)
+    for batch in (pair, single):
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    backend.init_forward_metadata_out_graph(pair)
+    backend.update_verify_buffers_to_fill_after_draft(pair.spec_info, 2)
+    keys = backend.forward_metadata.cache_seqlens_int32.tolist()
+    # Three draft tokens beyond 9 and 8 committed ones.
+    assert keys == [12, 11], "a fix-up fills the batch planned last, not the one captured last"
 
 
 def test_the_fix_up_baseline_needs_a_planned_verify() -> None:

@@ -19,6 +19,7 @@ from harness.core.case import Case, Dtype, Family, KVDtype, Mode
 
 MHA = Case(id="mha", family=Family.MHA, mode=Mode.DECODE, prefix_lens=(5, 9), page_size=64)
 VERIFY = replace(MHA, mode=Mode.TARGET_VERIFY)
+CATCH_UP = replace(MHA, mode=Mode.DRAFT_EXTEND_V2, accept_lens=(1, 3))
 MLA = replace(MHA, family=Family.MLA, kv_lora_rank=512, qk_rope_head_dim=64, num_kv_heads=1)
 HALVES = "['bfloat16', 'float16']"
 ROWS: tuple[tuple[Capability, Case, str | None], ...] = (
@@ -37,6 +38,7 @@ ROWS: tuple[tuple[Capability, Case, str | None], ...] = (
         "refuses group_size * head_dim 7936: accepts <= 7680 over an FP8 cache",
     ),
     (XQA, replace(VERIFY, num_draft_tokens=17), "refuses q_len 17: accepts <= 16"),
+    (XQA, replace(CATCH_UP, num_draft_tokens=17), "refuses q_len 17: accepts <= 16"),
     # The steps of a draft are calls of one query token each; ragged queries have no such limit.
     (XQA, replace(MHA, mode=Mode.MULTI_STEP_DRAFT, num_steps=19, window_left=8), None),
     (XQA, replace(MHA, mode=Mode.EXTEND, extend_lens=(40, 3), window_left=8), None),
@@ -46,6 +48,7 @@ ROWS: tuple[tuple[Capability, Case, str | None], ...] = (
         replace(VERIFY, window_left=8),
         "refuses window_left 8: accepts -1 where a request has more than 1 query tokens",
     ),
+    # Its own key alone is a window, too.
     (
         XQA,
         replace(VERIFY, window_left=0),

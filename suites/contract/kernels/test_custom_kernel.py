@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from fixtures.fakes.own_kernel import CAPABILITY
 from fixtures.plan import custom_trials
 from fixtures.tables import CASES
 from harness.core.case import Execution, Family
 from harness.core.record import Verdict
 from harness.differential.trial import run_trial
+from harness.kernels.custom import CustomKernel, Function
+from harness.kernels.interface import AttentionCall, DecodeCall
 from harness.subjects import custom_subjects
 
 pytest_plugins = ["pytester"]
@@ -41,6 +45,33 @@ def test_a_trial_names_the_kernel_and_the_command() -> None:
     record = run_trial(CASES[ROWS[1]], RIGHT, Execution.EAGER)
     assert record.subject == "trtllm_mha/attention"
     assert record.reproduce.endswith(f"--kernel {KERNELS}:attention")
+
+
+def constant(value: float) -> Function:
+    """A kernel of the name that every other has, whose answers are all the same."""
+
+    def attention(call: AttentionCall) -> torch.Tensor:
+        return call.q.new_full((*call.q.shape[:2], call.value_dim), value, dtype=call.out_dtype)
+
+    attention.capability = CAPABILITY  # type: ignore[attr-defined]
+    return attention
+
+
+def test_kernels_that_share_a_name_are_two_kernels() -> None:
+    page = torch.zeros(1, 16, 1, 8, dtype=torch.bfloat16)
+    call = DecodeCall(
+        q=page[0, :1],
+        caches=(page, page),
+        block_tables=torch.zeros(1, 1, dtype=torch.int32),
+        seq_lens=torch.ones(1, dtype=torch.int32),
+        max_seq_len=1,
+        bmm1_scale=1.0,
+        bmm2_scale=1.0,
+        out_dtype=torch.bfloat16,
+        q_len_per_req=1,
+    )
+    answers = [CustomKernel(constant(value)).decode(call).unique().tolist() for value in (2.0, 3.0)]
+    assert answers == [[2.0], [3.0]], "a kernel is its function, not its function's name"
 
 
 def test_rows_outside_of_the_capability_are_refused_by_name() -> None:

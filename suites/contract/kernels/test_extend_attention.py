@@ -58,14 +58,32 @@ def request(call: dict[str, Any], r: int) -> tuple[torch.Tensor, torch.Tensor, t
     return call["q"][rows], keys, values
 
 
-@pytest.mark.parametrize("window", [-1, 2, 7])
-def test_each_request_agrees_with_the_oracle(call: dict[str, Any], window: int) -> None:
-    out, lse = extend_attention(**call | {"window_left": window})
+def causal_masks() -> dict[str, torch.Tensor]:
+    """Masks that say of each request what causality says."""
+    lens = zip(PREFIXES, QUERIES, strict=True)
+    masks = [torch.ones(queries, n + queries).tril(n).flatten() for n, queries in lens]
+    starts = torch.tensor([0, *(len(mask) for mask in masks)]).cumsum(0)
+    return {"mask": torch.cat(masks), "mask_indptr": starts}
+
+
+@pytest.mark.parametrize("masks", [{}, causal_masks()], ids=["causal", "masked"])
+@pytest.mark.parametrize("window", [-1, 0, 2, 7])
+def test_each_request_agrees_with_the_oracle(
+    call: dict[str, Any], window: int, masks: dict[str, torch.Tensor]
+) -> None:
+    out, lse = extend_attention(**call | masks | {"window_left": window})
     expected = [
         attend(*request(call, r), prefix_len=prefix, scale=SCALE, window_left=window)
         for r, prefix in enumerate(PREFIXES)
     ]
-    torch.testing.assert_close(out.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
+    rule = "a query sees the window_left keys before its own, under a mask, too; -1 for all"
+    torch.testing.assert_close(
+        out.double(),
+        torch.cat(expected),
+        rtol=1e-5,
+        atol=1e-5,
+        msg=lambda found: f"{rule}: {found}",
+    )
     q, keys, _ = request(call, 2)
     seen = keys[max(0, len(keys) - 1 - window) :] if window >= 0 else keys
     scores = torch.einsum("hd,khd->hk", q[0], seen.repeat_interleave(2, 1)) * SCALE

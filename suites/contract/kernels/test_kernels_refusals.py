@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from harness.kernels.flash_mla import FlashMLA
 from harness.kernels.flashinfer_xqa import FlashInferXQA
 from harness.kernels.limits.random_calls import Shape, draw
 from harness.kernels.reference import TorchPaged
+from harness.kernels.registry import real_kernel
 from harness.kernels.trtllm_gen import TRTLLMGen
 
 KERNELS: dict[str, Callable[[str], CheckedKernel]] = {
@@ -47,6 +49,19 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
 def test_a_cpu_is_no_device_of_a_real_kernel(kernel: str) -> None:
     with pytest.raises(UsageError, match=r"device = 'cpu' .* a CUDA device for "):
         KERNELS[kernel]("cpu")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu", 0)], ids=repr)
+def test_a_numbered_cpu_has_the_reference_too(device: torch.device | str) -> None:
+    told = "a CPU has the reference kernel, however it is written"
+    assert real_kernel(Family.MHA, "xqa", device) is None, told
+
+
+def test_a_package_whose_libraries_do_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = OSError("libcudart.so.13: cannot open shared object file")
+    monkeypatch.setattr(packages, "import_module", Mock(side_effect=failed))
+    with pytest.raises(UsageError, match=r"xqa needs flashinfer-python .* \(libcudart\.so\.13: "):
+        packages.load("flashinfer.decode", "xqa")
 
 
 @pytest.mark.parametrize(

@@ -204,12 +204,14 @@ CONTEXT_ROWS: tuple[tuple[Arguments, str], ...] = (
     ({"cu_seqlens_q": int32(0, 2, 5)}, r"cu_seqlens_q = \[0, 2, 5\] .* within 4 query rows"),
     ({"max_q_len": 2}, r"max_q_len = 2 .* >= 3"),
     ({"cu_seqlens_k": int32(0, 20, 26)}, r"cu_seqlens_k = \[0, 20, 26\] .* \[0, 20, 25\]"),
+    ({"cu_seqlens_k": int32(0, 5, 25)}, r"cu_seqlens_k = \[0, 5, 25\] .* \[0, 20, 25\]"),
     (
         {"seq_lens": int32(20, 2), "cu_seqlens_k": int32(0, 20, 22)},
         r"seq_lens = \[20, 2\] .* at least the queries, \[1, 3\]",
     ),
     ({"max_seq_len": 19}, r"max_seq_len = 19"),
     ({"sinks": SINKS[:4]}, r"sinks.shape"),
+    ({"sinks": SINKS[None]}, r"sinks.shape = \(1, \d+\)"),
 )
 MLA_ROWS: tuple[tuple[Capability, Change, str], ...] = (
     (XQA, given(), r"family = 'mla'"),

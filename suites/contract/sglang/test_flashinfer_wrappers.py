@@ -193,6 +193,15 @@ def test_a_prefill_per_head_scales_its_result() -> None:
     close(out * 2, dense(q, [20, 21, 22]), "the result is scaled")
 
 
+def test_a_window_holds_under_a_custom_mask() -> None:
+    q = drawn(5, HEADS, DIM).to(BF16)
+    everything = torch.ones(2 * 4 + 3 * 5, dtype=torch.bool)
+    wrapper = planned_prefill(custom_mask=everything, window_left=2)
+    out = wrapper.forward(q, (KEYS, VALUES), causal=True, sm_scale=SCALE, window_left=2)
+    close(out[:2], dense(q[:2], [7, 1, 9, 30], window=2, causal=False))
+    close(out[2:], dense(q[2:], [2, 11, 12, 5, 6], window=2, causal=False))
+
+
 def test_two_partial_results_merge_to_the_whole() -> None:
     q = drawn(2, HEADS, DIM).to(BF16)
     cached = planned_prefill(

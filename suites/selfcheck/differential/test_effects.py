@@ -108,6 +108,14 @@ def test_a_cuda_graph_without_a_cuda_device_says_so(device: str) -> None:
         CudaGraph(device)
 
 
+def test_an_empty_mirror_makes_no_other_empty_tensor_the_hosts() -> None:
+    mirror, lengths = torch.ones(0), torch.ones(0)
+    with observe(host=[mirror]) as effects:
+        lengths.tolist()
+    told = "memory is told by its storage: tensors without elements have one address"
+    assert len(effects.host_syncs) == 1, told
+
+
 def test_work_on_a_mirror_of_the_host_is_not_counted() -> None:
     mirror, lengths = torch.tensor([3, 5]), torch.tensor([3, 5])
     with observe(host=[mirror]) as effects:
