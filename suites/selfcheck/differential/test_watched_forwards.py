@@ -161,6 +161,14 @@ def test_one_request_has_the_operations_of_its_own(subject: str, case: Case) -> 
     assert record.verdict is Verdict.PASSED, said
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_of_padding_cost_the_same_however_many(rows: int) -> None:
+    case = replace(find("mha-target_verify-dp_padding_whole_rows"), padded_rows=rows)
+    record = run_trial(case, GEN, EAGER)
+    said = f"zeros after the planned rows are two operations, of one row, too: {record.message}"
+    assert record.verdict is Verdict.PASSED, said
+
+
 @pytest.mark.parametrize("kv", ["auto", "float8_e4m3fn"])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("kernel", ["trtllm_gen", "xqa"])
