@@ -237,7 +237,12 @@ def _alike(blocks: Sequence[Block]) -> list[tuple[str, int]]:
             line = reason.partition("\n")[0]
             groups[NUMBER.sub("#", line)].append(line)
     ranked = sorted(groups.values(), key=len, reverse=True)
-    return [(max(lines), len(lines)) for lines in ranked]
+    return [(max(lines, key=_numbers), len(lines)) for lines in ranked]
+
+
+def _numbers(line: str) -> list[float]:
+    """The largest first: of "0.02 to 0.79" it is the end that says how bad it was."""
+    return sorted(map(float, NUMBER.findall(line)), reverse=True)
 
 
 def verdict(found: Sequence[Finding], *, controlled: bool = True) -> RunVerdict:

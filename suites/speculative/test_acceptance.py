@@ -154,6 +154,16 @@ def test_a_mask_of_exactly_the_buffer_fits() -> None:
     assert buffer.tolist() == [True] * 4 + [False] + [True] * 5
 
 
+def test_chains_without_history_fit_a_buffer_of_their_own_columns() -> None:
+    """QLEN_ONLY: as many columns as tokens, and a full batch fills the buffer."""
+    buffer = torch.zeros(2 * 3 * 3, dtype=torch.bool)
+    fill_full_mask(buffer, torch.tensor([0, 0]), 3)
+    assert (
+        buffer.view(2, 3, 3).tolist()
+        == [[[True, False, False], [True, True, False], [True, True, True]]] * 2
+    )
+
+
 def test_an_empty_batch_leaves_the_mask_alone() -> None:
     buffer = torch.ones(3, dtype=torch.bool)
     fill_full_mask(buffer, torch.zeros(0, dtype=torch.int64), 4)

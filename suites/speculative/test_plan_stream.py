@@ -36,6 +36,11 @@ def cast_before_two_that_produce(streams: RecordedStreams) -> None:
     streams.main("accept once more", nothing, writes=("accept_lens",))
 
 
+def update_what_nobody_wrote(streams: RecordedStreams) -> None:
+    streams.main("accept", nothing, reads=("lens",), writes=("lens",))
+    streams.main("accept again", nothing, reads=("lens",), writes=("lens",))
+
+
 def rewrite_what_is_being_read(streams: RecordedStreams) -> None:
     streams.plan("plan verify", nothing, reads=("req_to_token",))
     streams.main("reserve", nothing, writes=("req_to_token",))
@@ -73,6 +78,7 @@ RACES: dict[Callable[[RecordedStreams], None], list[Hazard]] = {
     produce_then_cast: [Hazard("RAW", "accept", "cast accept_lens", "accept_lens")],
     cast_then_produce: [Hazard("RAW", "accept", "cast accept_lens", "accept_lens")],
     cast_before_two_that_produce: [Hazard("RAW", "accept", "cast accept_lens", "accept_lens")],
+    update_what_nobody_wrote: [Hazard("RAW", "accept", "accept", "lens")],
     rewrite_what_is_being_read: [
         Hazard("RAW", "reserve", "plan verify", "req_to_token"),
         Hazard("WAR", "plan verify", "reserve", "req_to_token"),

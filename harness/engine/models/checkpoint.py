@@ -46,9 +46,10 @@ def architecture_of(raw: RawConfig) -> str:
         CheckpointError: none, several, or one that is not implemented.
     """
     named = raw.get("architectures")
-    if not isinstance(named, list) or len(named) != 1 or named[0] not in ARCHITECTURES:
-        raise CheckpointError(rejected("architectures", named, f"one of {sorted(ARCHITECTURES)}"))
-    return str(named[0])
+    for name in ARCHITECTURES:
+        if named == [name]:
+            return name
+    raise CheckpointError(rejected("architectures", named, f"one of {sorted(ARCHITECTURES)}"))
 
 
 def parse_config(raw: RawConfig) -> DecoderConfig:
@@ -132,13 +133,25 @@ def require_file(path: Path) -> Path:
     return path
 
 
+def read_text(path: Path) -> str:
+    """The text in ``path``.
+
+    Raises:
+        CheckpointError: there is no such file, or it is not in UTF-8.
+    """
+    try:
+        return require_file(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is no UTF-8: {error}") from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``.
 
     Raises:
         CheckpointError: there is no such file, or it holds something else.
     """
-    text = require_file(path).read_text(encoding="utf-8")
+    text = read_text(path)
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:

@@ -17,7 +17,7 @@ from harness.engine.models.checkpoint import (
     parse_config,
     random_checkpoint,
     read_tensors,
-    require_file,
+    read_text,
 )
 from harness.engine.models.decoder_layer import DecoderModel, TargetDecoder
 from harness.engine.models.deepseek import DeepseekV3ForCausalLM
@@ -60,7 +60,7 @@ def load_pair(folder: str | Path, dtype: torch.dtype, device: torch.device | str
     parts = (Path(folder) / "target", Path(folder) / "draft")
     target, draft = (read_tensors(part) for part in parts)
     pair = build_pair(target, draft, dtype, device)
-    texts = [require_file(part / TOKENIZER).read_text(encoding="utf-8") for part in parts]
+    texts = [read_text(part / TOKENIZER) for part in parts]
     if texts[0] != texts[1]:
         raise CheckpointError(f"{parts[0] / TOKENIZER} and {parts[1] / TOKENIZER} differ")
     return Pair(pair.target, pair.draft, _tokenizer(texts[0], parts[0], pair.target))

@@ -16,8 +16,8 @@ from harness.engine.models.loader import build_target, load_pair
 from harness.errors import CheckpointError
 
 
-def write_tokenizer(folder, words):
-    vocabulary = {f"w{i}": i for i in range(words)}
+def write_tokenizer(folder, words, *, step=1):
+    vocabulary = {f"w{i}": number for i, number in enumerate(range(words)[::step])}
     Tokenizer(models.WordLevel(vocabulary, unk_token="w0")).save(str(folder / "tokenizer.json"))
 
 
@@ -52,6 +52,10 @@ def without(name):
 
 def written(name, text):
     return lambda pair: (pair / name).write_text(text)
+
+
+def bytes_written(name, data):
+    return lambda pair: (pair / name).write_bytes(data)
 
 
 def truncated(pair):
@@ -95,6 +99,14 @@ BROKEN = {
     "weights that are text": (written("target/model.safetensors", "hello"), "is truncated or no"),
     "config that is cut": (written("target/config.json", '{"vocab'), r"config\.json is no JSON"),
     "config that is a list": (written("target/config.json", "[1]"), r"accepted: a JSON object"),
+    "config that is no text": (
+        bytes_written("draft/config.json", b'{"vocab_size": "\xff"}'),
+        r"draft/config\.json is no UTF-8: .*byte 0xff in position 16",
+    ),
+    "tokenizer that is no text": (
+        bytes_written("draft/tokenizer.json", b"\xfe{}"),
+        r"draft/tokenizer\.json is no UTF-8: .*byte 0xfe in position 0",
+    ),
     "missing tensor": (
         tensors_changed(lambda tensors: tensors.pop("model.norm.weight")),
         r"target: 1 tensors missing, the first is model\.norm\.weight",
@@ -115,10 +127,22 @@ BROKEN = {
         configured("target", architectures=["GPT2LMHeadModel"]),
         r"architectures = \['GPT2LMHeadModel'\] is not accepted; accepted: one of \['Deep",
     ),
+    "architectures in a list of their own": (
+        configured("target", architectures=[["LlamaForCausalLM"]]),
+        r"architectures = \[\['LlamaForCausalLM'\]\] is not accepted; accepted: one of",
+    ),
+    "two architectures": (
+        configured("target", architectures=["LlamaForCausalLM", "DeepseekV3ForCausalLM"]),
+        r"architectures = \['LlamaForCausalLM', 'DeepseekV3ForCausalLM'\] is not accepted",
+    ),
     "no architecture": (configured("target", architectures=None), "architectures = None"),
     "draft as target": (draft_for_target, r"target architecture = '\w+(Eagle|NextN)'"),
     "target as draft": (target_for_draft, r"draft architecture = '\w+ForCausalLM' is not"),
     "draft of other words": (retokenized(98, "draft"), r"target/tokenizer\.json and .*differ"),
+    "draft that counts words backwards": (
+        lambda pair: write_tokenizer(pair / "draft", 97, step=-1),
+        r"target/tokenizer\.json and .*differ",
+    ),
     "tokenizer of other words": (
         retokenized(98, "target", "draft"),
         r"vocabulary of .*target/tokenizer\.json = 98 is not accepted; accepted: vocab_size = 97",

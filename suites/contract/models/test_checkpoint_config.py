@@ -13,6 +13,7 @@ CONFIGS = {
     "float for int": (GQA_TARGET, "head_dim", 16.0, "a value of type int"),
     "bool for int": (GQA_TARGET, "hidden_size", True, "a value of type int"),
     "int for bool": (GQA_TARGET, "tie_word_embeddings", 0, "a value of type bool"),
+    "bool for float": (GQA_TARGET, "rms_norm_eps", True, "a value of type float"),
     "text for float": (GQA_TARGET, "rope_theta", "1e4", "a value of type float"),
     "activation": (GQA_TARGET, "hidden_act", "gelu", "'silu'"),
     "scaled rotary": (GQA_TARGET, "rope_scaling", {"factor": 2}, "None"),

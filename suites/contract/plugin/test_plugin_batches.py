@@ -133,6 +133,9 @@ def test_a_layer_without_scales_has_scales_of_one() -> None:
     assert vars(own) == vars(RadixAttention(3, 8, 2, 64, 64, 0.125, sinks=sinks))
     scaled = our_layer(layer(k_scale_float=0.5, v_scale_float=2.0), None)
     assert (scaled.k_scale, scaled.v_scale) == (0.5, 2.0)
+    keys_alone = our_layer(layer(k_scale_float=0.5), None)
+    said = "a layer whose keys alone have a scale has unscaled values"
+    assert (keys_alone.k_scale, keys_alone.v_scale) == (0.5, 1.0), said
 
 
 def test_a_layer_keeps_its_window_and_the_size_of_its_values() -> None:
@@ -208,9 +211,13 @@ def test_layers_with_a_window_are_found_and_written_in_their_own_pool() -> None:
     assert own.get_kv_buffer(1)[0].data_ptr() == full.k.data_ptr()
     assert own.translate_loc_from_full_to_swa(torch.tensor([0, 40])).tolist() == [47, 7]
     rows = torch.ones(1, 2, 4)
-    own.set_kv_buffer(RadixAttention(2, 4, 2, 4, 4, 1.0), torch.tensor([3]), rows, rows)
+    at = RadixAttention(2, 4, 2, 4, 4, 1.0, k_scale=0.5, v_scale=0.25)
+    own.set_kv_buffer(at, torch.tensor([3]), rows, rows)
     assert full.written == []
-    assert window.written[0][0].layer_id == 1
+    [(given, loc, k, v)] = window.written
+    assert (given.layer_id, loc.tolist()) == (1, [3])
+    said = "keys and values of a layer with a window are written with a scale of their own each"
+    assert (k.float().unique().tolist(), v.float().unique().tolist()) == ([2.0], [4.0]), said
     theirs.full_to_swa_index_mapping = torch.zeros(48, dtype=torch.int64)
     assert own.translate_loc_from_full_to_swa(torch.tensor([40])).tolist() == [0]
 

@@ -191,3 +191,22 @@ def test_planning_beside_the_steps_takes_none_of_their_time(
     monkeypatch.setattr(torch.cpu, "current_stream", lambda: "of plans")
     server.call("PluginBackend.init_forward_metadata", backend)
     assert "metadata" not in server.recorder.told()
+
+
+def test_planning_that_a_graph_records_is_stamped_on_whichever_stream_it_is_captured(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = ["of captures", "of steps"]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: len(streams) == 1)
+    recorder = Recorder("cuda")
+    recorder.timeline = Timeline("cpu")
+    recorder.begin(StepPhase.VERIFY)
+    streams.pop()
+
+    def plan() -> None:
+        clock.now += 5
+
+    recorder.metadata(plan)
+    said = "a graph that was captured beside the steps' stream is replayed on it: its stamps count"
+    assert recorder.told().get("metadata") == [pytest.approx(0.005), 1], said

@@ -261,6 +261,25 @@ def test_alike_reasons_are_told_once_with_their_largest_numbers(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("numbers", "largest"),
+    [
+        (("9", "2", "10", "3"), "10"),
+        (("0.1 to 0.55", "0.02 to 0.79", "0.3 to 0.51", "0.5"), "0.02 to 0.79"),
+    ],
+)
+def test_the_largest_number_is_no_matter_of_its_digits_or_its_place(tmp_path, numbers, largest):
+    records(tmp_path / "bench.jsonl", blocks=4)
+    found = judged(tmp_path / "bench.jsonl")
+    blocks = [
+        replace(block, invalid=(f"seen: {number}, accepted: less",))
+        for block, number in zip(found.blocks, numbers, strict=True)
+    ]
+    found = replace(found, blocks=tuple(blocks), evidence=replace(found.evidence, dropped=4))
+    [told] = dropped([found])
+    assert f" × seen: {largest}, accepted: less" in told, "the worst of alike reasons is told"
+
+
 def test_a_change_without_a_block_is_none(tmp_path, capsys):
     records(tmp_path / "bench.jsonl", blocks=2, lost=(0, 1))
     assert compare.main([str(tmp_path / "bench.jsonl")]) == 1

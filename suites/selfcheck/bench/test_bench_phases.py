@@ -12,8 +12,8 @@ from fixtures import bench
 from fixtures.fakes.synthetic_bench import WORKLOADS, run_lines
 from fixtures.tables.margins import PHASE_ROWS, REAL_SIZE_ROWS
 from harness.bench import arms, plan
-from harness.bench.analysis import findings, verdict, visible
-from harness.bench.analysis_phases import largest
+from harness.bench.analysis import dropped, findings, verdict, visible
+from harness.bench.analysis_phases import largest, moved
 from harness.bench.arms import parse
 from harness.bench.block_runner import open_sessions
 from harness.bench.console import conclude
@@ -22,6 +22,7 @@ from harness.bench.metrics import phase_metrics
 from harness.bench.plan import sessions
 from harness.bench.session_records import CasePlan, Role, Session
 from harness.bench.stats.bench_verdict import BenchVerdict
+from harness.bench.stats.design import Block
 from harness.core.environment import environment
 from harness.errors import UsageError
 from harness.server.client.flush import Flushed
@@ -196,6 +197,20 @@ def test_a_phase_that_noise_hides_makes_no_run_blind():
     assert "phase" not in visible(run.findings)
 
 
+def test_a_phase_that_some_trials_lack_drops_no_block_of_its_workload():
+    lines = []
+    for line in with_phases(run_lines(workloads=ONE, noise=1e-6), {}):
+        if not isinstance(line, Session) and line.arm == "B" and line.block in (1, 3):
+            told = {k: v for k, v in line.metrics.items() if k != "phase_draft"}
+            line = replace(line, metrics=told)
+        lines.append(line)
+    found = findings(lines, detectable_too=False)
+    assert max(f.evidence.dropped for f in found if f.metric == "phase_draft") == 2
+    assert dropped(found) == [], (
+        "blocks are told as dropped where a metric with a verdict lost them"
+    )
+
+
 def test_no_session_goes_on_for_a_phase():
     lines = list(with_phases(run_lines(workloads=ONE, noise=1e-6), {}))
     found = findings(lines)
@@ -203,6 +218,17 @@ def test_no_session_goes_on_for_a_phase():
     noisy = [f for f in found if f.metric == "phase_metadata"]
     assert not any(f.evidence.over for f in noisy)
     assert open_sessions(plans, found) == []
+
+
+def test_a_block_that_was_dropped_moves_no_phase():
+    def block(index, arm_a, arm_b, *why):
+        return Block(index=index, order="BA", values=(arm_b, arm_a), invalid=why)
+
+    throttled = block(1, 800.0, 1400.0, "throttled: thermal")
+    seen = [block(0, 800.0, 810.0), throttled, block(2, 500.0, 512.0)]
+    # Walsh averages of 10 and 12: 10, 11, 12.
+    assert moved(seen, "us") == pytest.approx(11.0), "a dropped block counts nowhere"
+    assert moved([throttled], "us") == 0.0
 
 
 def test_no_phase_is_named_where_none_moved_with_the_step():

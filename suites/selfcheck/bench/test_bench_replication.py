@@ -121,6 +121,16 @@ def test_what_only_one_host_judged_is_not_put_side_by_side(tmp_path):
     assert not side_by_side([one, less]).renderables
 
 
+def test_three_hosts_stand_side_by_side_and_each_must_have_judged(tmp_path):
+    runs = [*map(host_run, map(Path, controlled(tmp_path, 1.0, 1.05, 1.02)))]
+    table, *_ = side_by_side(runs).renderables
+    numbers = [f"{number}: B / A" for number in (1, 2, 3)]
+    shown = {column.header: [*column.cells] for column in table.columns}
+    assert [shown[number] for number in numbers] == [["+0.0 %"], ["+5.0 %"], ["+2.0 %"]]
+    runs[1] = replace(runs[1], run=replace(runs[1].run, findings=()))
+    assert not side_by_side(runs).renderables, "what a host in the middle lacks is compared by none"
+
+
 def test_interpreters_folders_seeds_and_passes_may_differ(tmp_path):
     first = {"a": ArmFacts(name="a", command=("/here/python",))}
     second = {"a": ArmFacts(name="a", command=("/there/python",)), "seed": "7", "blocks": 0}

@@ -329,6 +329,14 @@ def test_estimates():
         hodges_lehmann([])
 
 
+def test_an_interval_is_as_narrow_as_its_case_is_calibrated():
+    # From 20 scales on every bet gains its whole stake, and six of 1.85 make 40.
+    found = evidence([0.05] * 6, calibrated=0.001)
+    assert found.blocks == 6
+    said = "the interval bets by the scale of its case's A/A effects, as its verdict does"
+    assert math.exp(0.03) < found.low < math.exp(0.05) < found.high < math.exp(0.07), said
+
+
 def test_what_an_interval_has_left_out_stays_out():
     random = np.random.default_rng(0)
     effects = [*random.normal(0.02, 0.004, 12), *random.normal(-0.01, 0.004, 12)]
@@ -343,6 +351,11 @@ def test_detectable_effect_grows_with_the_noise():
     bounds = Bounds(delta0=0.005, delta1=0.03, n_max=16)
     quiet, loud = ([s * x for x in SLOTS] for s in (0.1, 1.0))
     assert 0.005 < detectable(quiet, bounds) < detectable(loud, bounds) < 0.2
+    # 16 blocks show at most 1.85 ** 16 = 18 800.
+    asked = [Thresholds(reject_null=least) for least in (20.0, 800.0, 20_000.0)]
+    least, more, most = (detectable(loud, bounds, thresholds) for thresholds in asked)
+    said = "what a run could have seen is asked at the thresholds of its session"
+    assert least < more < most == math.inf, said
     assert detectable(quiet, Bounds(delta0=0.0, delta1=0.03, n_max=3)) == math.inf
 
 

@@ -109,6 +109,13 @@ def test_tokens_are_counted_over_all_texts() -> None:
     assert "13 judged, 3 tied, 1 unjudged" in report.page(RECORDS)
 
 
+def test_the_page_tells_that_a_trial_that_failed_and_then_passed_contradicts_itself() -> None:
+    failed = trial("one", Verdict.WRONG_NUMBERS, message="off", planned=1)
+    told = "contradict each other"
+    assert told in report.page([failed, trial("one", planned=1)]), "a page tells what the gate does"
+    assert told not in report.page([trial("one", planned=1)] * 2)
+
+
 def test_bars_keep_the_gap() -> None:
     assert report.bars({3: 2, 1: 1, 4: 1}) == [
         report.Bar(1, 1, 0.5, 0.25),
@@ -116,6 +123,14 @@ def test_bars_keep_the_gap() -> None:
         report.Bar(3, 2, 1.0, 0.5),
         report.Bar(4, 1, 0.5, 0.25),
     ]
+    said = "a histogram begins at a length of 1, though no step was as short"
+    assert [bar.length for bar in report.bars({4: 1, 3: 2})] == [1, 2, 3, 4], said
+
+
+def test_a_subject_beyond_its_allowance_is_red_in_the_table_whatever_its_verdict() -> None:
+    passed = [trial("one", quantities=compared(0.51)), trial("one", subject="other")]
+    styles = [row.style for row in report.table(passed).rows]
+    assert styles == ["", "bold red"], "a trial that passed with 1.02 × what was allowed is red"
 
 
 def test_effects_keep_every_distinct_count() -> None:

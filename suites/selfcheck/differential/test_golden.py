@@ -333,6 +333,8 @@ def test_damaged_goldens_are_one_failure(pytester, monkeypatch, folder, name, da
     result.assert_outcomes(passed=1, failed=1, deselected=21)
     told = "trials that do not run because goldens are damaged are planned all the same"
     assert planned == [1 + 1 + 21], told
+    pytester.runpytest_inprocess(*plugins, "--shard", "1/2", plugins=[Counting()])
+    assert planned[1:] == [1 + 1 + 21], f"{told}, beside those of other parts"
     text = str(result.stdout)
     assert "; undo it with: git checkout golden; if the change is meant: python3 -m" in text
     assert len(result.outlines) < 20

@@ -108,6 +108,20 @@ def test_a_failure_says_its_seed_and_the_command_that_repeats_it(run: Run) -> No
     assert f"Drawn from seed {found}; again" in result.stdout.str()
 
 
+def test_the_seed_that_failed_is_told_and_not_the_first(run: Run) -> None:
+    every_number_of_the_third = (
+        "type('Third', (), {'__contains__': lambda *_: "
+        "Path('seeds').exists() and len(Path('seeds').read_text().split()) == 2})()"
+    )
+    seeds = ("--property-seconds", 99, "--hypothesis-seed", 7)
+    result = run(*seeds, numbers=every_number_of_the_third)
+    assert words("seeds") == ["7", "8"]
+    told = re.findall(
+        r"Drawn from seed (\d+); again: .* --hypothesis-seed (\d+)", str(result.stdout)
+    )
+    assert set(told) == {("9", "9")}, "the seed that failed is repeated, not one that passed"
+
+
 def test_a_row_is_replayed_before_anything_is_drawn(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

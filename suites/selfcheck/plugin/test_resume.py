@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ci import gate
+from fixtures.pytest_plugin.shards import Shard
 from harness.core.paths import python_path
 from harness.core.record import Record, Verdict, read_records, write_records
 
@@ -138,6 +139,17 @@ def test_a_choice_that_matches_nothing_is_no_success(
     codes = [project.runpytest_inprocess(*spread, words).ret for words in ("typo", "trial and 4")]
     said = "a choice of nothing is an error as ever, one of which all has ended is not"
     assert codes == [pytest.ExitCode.NO_TESTS_COLLECTED, pytest.ExitCode.OK], said
+
+
+def test_a_part_to_which_nothing_falls_is_no_success(project: pytest.Pytester) -> None:
+    (project.path / "mended").touch()
+    project.runpytest_inprocess(*ARGS)
+    names = [f"test_trials.py::test_trial[{number}]" for number in range(6)]
+    names.append("test_trials.py::test_without_a_trial")
+    empty = next(n for n in range(1, 30) if not any(map(Shard(n, 29).has, names)))
+    result = project.runpytest_inprocess(*ARGS, "--resume", "--shard", f"{empty}/29")
+    said = "what has ended of another part is nothing that this part chose"
+    assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED, said
 
 
 def test_a_red_trial_that_is_not_chosen_keeps_its_record(project: pytest.Pytester) -> None:
