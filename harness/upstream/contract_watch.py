@@ -15,6 +15,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from packaging.version import Version
+
 from harness.core.argument_types import CommandLine
 from harness.core.paths import GOLDEN
 from harness.errors import UsageError, rejected
@@ -23,15 +25,14 @@ from harness.upstream.flashinfer_calls import NAMED
 from harness.upstream.released_wheel import FOLDER, cache
 
 RECORDED = GOLDEN / "upstream"
-RELEASE = re.compile(r"\d+(\.\d+)+(\.?[a-z]+\d+)?")
+RELEASE = re.compile(r"\d+(\.\d+)+((rc|\.post|\.dev)\d+)?")
 STATED = re.compile(r"^__version__ = .*'(\S+)'$", re.MULTILINE)
 ADDED, REMOVED, CHANGED = "+-~"
 
 
 def releases() -> list[str]:
     """Versions that are recorded, the newest last."""
-    found = [path.stem for path in RECORDED.glob("*.json")]
-    return sorted(found, key=lambda version: [int(n) for n in re.findall(r"\d+", version)])
+    return sorted((path.stem for path in RECORDED.glob("*.json")), key=Version)
 
 
 def recorded(version: str) -> Contract:

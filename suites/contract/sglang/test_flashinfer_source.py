@@ -9,7 +9,7 @@ import pytest
 
 from harness.errors import KernelRefusal
 from harness.sglang.flashinfer_source import definition, hold_to
-from harness.sglang.stubs import ABSENT, STUBS, Stub
+from harness.sglang.stubs import ABSENT, STUBS, Stub, StubFinder
 
 
 def decode(query: int, page_size: int = 1, window_left: int = -1) -> tuple[int, int, int]:
@@ -97,6 +97,16 @@ def test_what_a_stand_in_calls_itself_is_not_held(served: dict[str, Any]) -> Non
 
 def test_a_name_that_the_checkout_lacks_cannot_be_imported(served: dict[str, Any]) -> None:
     assert served["decode.gone"] is ABSENT
+    finder = StubFinder()
+    spec = finder.find_spec("flashinfer.decode", None)
+    assert spec is not None
+    module: Any = finder.create_module(spec)
+    assert module.decode is served["decode.decode"]
+    with pytest.raises(AttributeError, match=r"flashinfer\.decode has no gone"):
+        _ = module.gone
+    # An import of a name that a module lacks looks for a module of that name.
+    assert finder.find_spec("flashinfer.decode.gone", None) is None
+    assert finder.find_spec("flashinfer.decode.another", None) is not None
 
 
 def test_definitions_are_found_through_packages_and_stars(checkout: Path) -> None:
@@ -112,3 +122,10 @@ def test_definitions_are_found_through_packages_and_stars(checkout: Path) -> Non
 def test_a_keyword_without_a_default_is_required(served: dict[str, Any]) -> None:
     with pytest.raises(KernelRefusal, match=r"flashinfer\.latent: missing .* argument: 'pages'"):
         served["latent"](7)
+
+
+def test_a_call_that_raised_leaves_the_next_one_held(served: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="'pages'"):
+        served["latent"](7, pages=1)  # which the checkout takes, and the stand-in does not
+    with pytest.raises(KernelRefusal, match="unexpected keyword argument 'mask'"):
+        served["decode.decode"](7, mask=1)

@@ -169,28 +169,41 @@ def test_ragged_keys_have_a_window_and_values_a_size_of_their_own() -> None:
     close(out, dense(q, [20, 21, 22], window=1)[..., : DIM // 2], "a planned window is kept")
 
 
+def per_head(**changes: Any) -> Any:
+    """Two queries behind one cached key, all of one request."""
+    arguments: dict[str, Any] = {
+        "seq_lens": int32(3),
+        "max_q_len": 2,
+        "max_kv_len": 3,
+        "bmm1_scale": SCALE,
+        "bmm2_scale": 0.5,
+        "o_sf_scale": 1.0,
+        "batch_size": 1,
+        "window_left": -1,
+        "cum_seq_lens_q": int32(0, 2),
+        "cum_seq_lens_kv": int32(0, 3),
+        "enable_pdl": None,
+        "is_causal": True,
+        "return_lse": False,
+    }
+    q = drawn(2, HEADS, DIM).to(BF16)
+    packed = (q, KEYS[20:23], VALUES[20:23], WORKSPACE)
+    return trtllm_ragged_attention_deepseek(*packed, **arguments | changes)
+
+
 def test_a_prefill_per_head_scales_its_result() -> None:
     q = drawn(2, HEADS, DIM).to(BF16)
-    out = trtllm_ragged_attention_deepseek(
-        q,
-        KEYS[20:23],
-        VALUES[20:23],
-        WORKSPACE,
-        seq_lens=int32(3),
-        max_q_len=2,
-        max_kv_len=3,
-        bmm1_scale=SCALE,
-        bmm2_scale=0.5,
-        o_sf_scale=1.0,
-        batch_size=1,
-        window_left=-1,
-        cum_seq_lens_q=int32(0, 2),
-        cum_seq_lens_kv=int32(0, 3),
-        enable_pdl=None,
-        is_causal=True,
-        return_lse=False,
-    )
-    close(out * 2, dense(q, [20, 21, 22]), "the result is scaled")
+    close(per_head() * 2, dense(q, [20, 21, 22]), "the result is scaled")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"max_q_len": 1}, {"max_kv_len": 2}, {"batch_size": 2}, {"seq_lens": int32(2)}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_prefill_per_head_refuses_bounds_of_another_batch(changes: dict[str, Any]) -> None:
+    with pytest.raises(KernelRefusal, match=f"deepseek: {next(iter(changes))} = "):
+        per_head(**changes)
 
 
 def test_a_window_holds_under_a_custom_mask() -> None:

@@ -24,7 +24,7 @@ def batch() -> Any:
         req_pool_indices=torch.arange(2),
         seq_lens=lens,
         seq_lens_sum=2,
-        seq_lens_cpu=lens,
+        seq_lens_cpu=lens.clone(),
         forward_mode="mode",
         spec_info="spec",
     )
@@ -52,9 +52,43 @@ def test_the_oldest_release_is_asked_for_the_pair(
         cu_seqlens_k=torch.zeros(3, dtype=torch.int32),
     )
     theirs = Mock(spec=[PAIR.format("capture"), PAIR.format("replay")], forward_metadata=plan)
-    graph_planning.plan_out_of_graph(theirs, batch(), in_capture)
-    graph_planning.plan_in_graph(theirs, batch())
-    assert [call[0] for call in theirs.method_calls] == [PAIR.format(hook)]
+    given = batch()
+    graph_planning.plan_out_of_graph(theirs, given, in_capture)
+    graph_planning.plan_in_graph(theirs, given)
+    [(asked, handed, _)] = theirs.method_calls
+    assert asked == PAIR.format(hook)
+    rows, lens = given.req_pool_indices, given.seq_lens
+    wanted = {
+        "capture": (2, 8, rows, lens, None, "mode", "spec"),
+        "replay": (2, rows, lens, 2, None, "mode", "spec", given.seq_lens_cpu),
+    }[hook]
+    assert len(handed) == len(wanted)
+    for obtained, expected in zip(handed, wanted, strict=True):
+        told = "the pair takes positions, not names: 8 query tokens, lengths on the host last"
+        assert obtained is expected or obtained == expected, told
     # Only what a warm-up runs on is filled; a replay's lengths are the release's own.
     assert plan.cache_seqlens_int32.tolist() == ([4, 4] if in_capture else [0, 0])
     assert plan.cu_seqlens_k.tolist() == ([0, 4, 8] if in_capture else [0, 0, 0])
+
+
+@pytest.mark.parametrize(("in_capture", "hook"), [(True, "capture"), (False, "replay")])
+def test_a_draft_of_the_oldest_release_is_asked_for_the_pair(
+    monkeypatch: pytest.MonkeyPatch, in_capture: bool, hook: str
+) -> None:
+    monkeypatch.setattr(graph_planning, "active", lambda: RELEASES["0.5.12"])
+    steps = []
+    for lens in ([0, 9], [3, 0]):
+        plan = SimpleNamespace(
+            cache_seqlens_int32=torch.tensor(lens, dtype=torch.int32),
+            cu_seqlens_k=torch.zeros(3, dtype=torch.int32),
+        )
+        steps.append(SimpleNamespace(forward_metadata=plan))
+    hooks = [PAIR.format("capture"), PAIR.format("replay")]
+    theirs, given = Mock(spec=hooks, attn_backends=steps), batch()
+    graph_planning.plan_out_of_graph(theirs, given, in_capture)
+    [(asked, handed, _)] = theirs.method_calls
+    assert asked == PAIR.format(hook)
+    assert handed == ((given,) if in_capture else (given, 2))
+    filled = [step.forward_metadata.cache_seqlens_int32.tolist() for step in steps]
+    # A step has one query of each request, which a warm-up gives one key at least.
+    assert filled == ([[1, 9], [3, 1]] if in_capture else [[0, 9], [3, 0]])

@@ -80,8 +80,12 @@ def test_releases_that_share_packages_are_installed_one_by_one(
 
     def ran(release: str, trials: Sequence[str], folder: Path) -> list[Record]:
         assert (packages_of(FIRST) / "package.py").read_text() == "late"
+        folders.append(folder)
         return []
+
+    folders: list[Path] = []
 
     monkeypatch.setattr(findings, "run_trials", ran)
     findings.run_releases({"0.5.13": ["one"], "0.5.14": ["two"]})
     assert sum(path.name.startswith("transformers") for path in unpacked.iterdir()) == 1
+    assert len(set(folders)) == 2, "two releases at a time keep their records apart"

@@ -15,6 +15,7 @@ from harness.sglang.stubs.flashinfer import (
     served_by,
     trtllm_batch_context_with_kv_cache,
     trtllm_batch_decode_with_kv_cache,
+    trtllm_batch_decode_with_kv_cache_mla,
     trtllm_fmha_v2_prefill,
 )
 from harness.sglang.stubs.rope import mla_rope_quantize_fp8, no_rotation, rotated
@@ -199,6 +200,42 @@ def test_a_prefill_on_sm90_has_sinks_and_leaves_its_workspace_dirty() -> None:
     close(out, expected)
     with pytest.raises(KernelRefusal, match="left by another kernel"):
         xqa_decode(workspace)
+
+
+def test_a_prefill_on_sm90_takes_both_caches_in_one_tensor_layer_after_layer() -> None:
+    query, (keys, values), expected = prefilled(None)
+    both = torch.stack((keys, values), 1).transpose(2, 3)  # [pages, 2, page_size, heads, dim]
+    tables = torch.tensor([[2], [1]], dtype=torch.int32)
+    workspace = torch.zeros((8 << 20) + 64, dtype=torch.uint8)
+    with served_by(TorchPaged(CAPABILITIES[Family.MHA, "xqa"])):
+        for _ in range(2):  # the kernel that serves a layer serves the next one
+            out = trtllm_fmha_v2_prefill(
+                (query, both), "Q_PAGED_KV_NHD", workspace, block_tables=tables, **PREFILL
+            )
+            close(out, expected)
+
+
+@pytest.mark.parametrize("has_heads", [True, False])
+def test_a_latent_cache_is_read_with_or_without_its_head(has_heads: bool) -> None:
+    pages, size, rank, rope = 3, 32, 512, 64
+    drawn = torch.randn(pages, size, rank + rope, generator=torch.Generator().manual_seed(4))
+    latent = drawn.bfloat16()
+    with served_by(TorchPaged(CAPABILITIES[Family.MLA, "trtllm_gen"])):
+        out = trtllm_batch_decode_with_kv_cache_mla(
+            torch.zeros(1, 1, 2, rank + rope, dtype=torch.bfloat16),
+            latent[:, None] if has_heads else latent,
+            torch.empty(0),
+            128,
+            rank,
+            rope,
+            torch.tensor([[2, 1, 0, 0]], dtype=torch.int32),
+            torch.tensor([40], dtype=torch.int32),
+            40,
+        )
+    # A query of zeros weighs its 40 keys alike: all of page 2 and the first 8 of page 1.
+    seen = torch.cat((latent[2], latent[1, :8]))[:, :rank].double().mean(0)
+    assert (out.shape, out.dtype) == ((1, 1, 2, rank), torch.bfloat16)
+    close(out, seen.expand(1, 1, 2, rank))
 
 
 def test_a_fused_cast_scales_keys_and_values_and_not_the_query() -> None:

@@ -16,7 +16,14 @@ from harness.core.capability import CAPABILITIES
 from harness.core.case import Family, Mode
 from harness.errors import UsageError
 from harness.kernels.reference import TorchPaged
-from harness.sglang import backend, batches, process, runtime_context, shared_allocator
+from harness.sglang import (
+    backend,
+    batches,
+    module_globals,
+    process,
+    runtime_context,
+    shared_allocator,
+)
 from harness.sglang.backend import FLASHINFER_MLA, TRTLLM_MLA, Classes, decompressed
 from harness.sglang.batches import at_full_width, chain_mask, with_host_lens
 from harness.sglang.context import server_arguments
@@ -120,6 +127,14 @@ def test_a_context_is_taken_back_before_the_next_is_published() -> None:
 
 
 WAYS = ("install", "restore")
+
+
+def test_a_release_of_globals_has_one_rank_in_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = SimpleNamespace()
+    monkeypatch.setattr(module_globals, "load", lambda _: groups)
+    module_globals.publish_ranks()
+    assert vars(groups).keys() == {"_TP", "_ATTN_TP", "_ATTN_CP"}
+    assert {(g.world_size, g.rank_in_group) for g in vars(groups).values()} == {(1, 0)}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.oracle import attend
-from harness.sglang.triton_attention import decode_attention_fwd
+from harness.sglang.triton_attention import decode_attention_fwd, extend_attention_fwd
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 # A request of two keys and one of three, behind what an earlier kernel was given.
@@ -50,4 +50,43 @@ def test_decode_scales_both_caches_and_gives_sinks_their_share(sinks: torch.Tens
             rtol=1e-5,
             atol=1e-5,
             msg=lambda found, said=said: f"{said}\n{found}",
+        )
+
+
+def test_extend_scales_its_scores_and_its_cache_and_not_what_is_new() -> None:
+    generator = torch.Generator().manual_seed(6)
+    q, new_keys, new_values = (
+        torch.randn(3, heads, DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    keys, values = torch.randn(2, 10, KV_HEADS, DIM, generator=generator)
+    sinks, out = torch.tensor([0.5, -1.0, 2.0, 0.0]), torch.empty_like(q)
+    extend_attention_fwd(
+        *(q, new_keys, new_values, out, keys, values),
+        torch.tensor([0, 2, 3], dtype=torch.int32),
+        torch.tensor([0, 2, 5], dtype=torch.int32),
+        BEHIND[2:3],
+        None,
+        True,
+        None,
+        2,
+        k_scale=0.5,
+        v_scale=2.0,
+        sm_scale=0.3,
+        sinks=sinks,
+    )
+    for (_, slots), rows in zip(REQUESTS, (slice(2), slice(2, 3)), strict=True):
+        expected = attend(
+            q[rows],
+            torch.cat((keys[slots] * 0.5, new_keys[rows])),
+            torch.cat((values[slots] * 2.0, new_values[rows])),
+            prefix_len=len(slots),
+            scale=0.3,
+            sinks=sinks,
+        )
+        torch.testing.assert_close(
+            out[rows].double(),
+            expected,
+            rtol=1e-5,
+            atol=1e-5,
+            msg=lambda found: f"scores by the layer's scale, cached rows by theirs\n{found}",
         )

@@ -99,9 +99,10 @@ def test_a_record_is_read_again_and_is_one_member_a_line(folder: Path) -> None:
 
 
 def test_releases_are_in_the_order_of_their_numbers(folder: Path) -> None:
-    for version in ("0.5.10", "0.5.9", "0.10.0"):
+    for version in ("0.5.10", "0.5.9", "0.10.0", "0.5.10.post1", "0.5.10rc2"):
         contract_watch.record(version, OLD)
-    assert contract_watch.releases() == ["0.5.9", "0.5.10", "0.10.0"]
+    ordered = ["0.5.9", "0.5.10rc2", "0.5.10", "0.5.10.post1", "0.10.0"]
+    assert contract_watch.releases() == ordered, "a candidate comes before its release"
 
 
 def test_a_recorded_release_is_compared_with_a_folder(folder: Path, command: Command) -> None:
@@ -155,6 +156,7 @@ TWO = "accepted: two, or one beside --source"
         (("9.1", "--source", "none"), "source = 'none' is not accepted; accepted: a folder that"),
         (("--write",), "VERSION with --write = '' is not accepted; accepted: one or more"),
         (("9.1", "9.3", "--write", "--source", "{source}"), "accepted: one, of the folder"),
+        (("9.2foo1", "--write"), "VERSION = '9.2foo1' is not accepted; accepted: a release such"),
         (("../9", "--write"), "VERSION = '../9' is not accepted; accepted: a release such as"),
         (
             ("9.3", "--write", "--source", "{source}"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 import re
 import subprocess
@@ -19,6 +20,7 @@ from fixtures.fakes import synthetic_bench
 from harness.bench.jsonl import append
 from harness.core.environment import environment
 from harness.core.record import Record, Verdict, write_records
+from harness.sglang.releases import FOLDER
 
 pytestmark = pytest.mark.untraced
 REFUSED = "mha-decode-bs4_unequal"
@@ -294,6 +296,61 @@ def test_commits_of_a_merged_branch_are_not_asked(tmp_path: Path) -> None:
     assert commits_between(tmp_path, first, "main") == [first, second, merge]
 
 
+def test_commits_of_flashinfer_are_run_under_the_release_that_is_named(
+    repository: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    folder, _ = repository
+    (package,) = folder.rglob("sglang")
+    git(folder, "mv", str(package), str(package.with_name("flashinfer")))
+    git(folder, "commit", "-q", "-m", "another package")
+    git(folder, "commit", "-q", "--allow-empty", "-m", "the last")
+    options = argparse.Namespace(
+        good="HEAD~1", bad="HEAD", k=None, bench=False, packages=False, between=[],
+        source=None, flashinfer=folder, like="0.5.14", report=tmp_path / "report",
+    )  # fmt: skip
+    steps = bisect.candidates(options, []).steps
+    assert isinstance(steps, bisect.DifferentialSteps)
+    side = steps._sides[1]()
+    assert isinstance(side, Side)
+    assert (side.name, side.like) == ("0.5.14", "0.5.14")
+    assert side.flashinfer is not None
+    assert (side.flashinfer / "flashinfer" / "place").read_text(encoding="utf-8") == "6"
+
+
+def test_every_question_has_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual: dict[str, object] = {
+        "k": None, "bench": False, "packages": False, "source": None, "flashinfer": None,
+        "like": "0.5.23", "report": tmp_path,
+    }  # fmt: skip
+    others: list[dict[str, object]] = [
+        {"k": "decode"},
+        {"bench": True},
+        {"packages": True},
+        {"source": tmp_path},
+        {"flashinfer": tmp_path},
+        {"like": "0.5.22"},
+    ]
+
+    def folder(changes: dict[str, object], *args: str, names: Sequence[str] = ("a", "b")) -> Path:
+        return bisect._folder(argparse.Namespace(**usual | changes), names, args)
+
+    made = [folder({}), *map(folder, others), folder({}, "-x"), folder({}, names=("a", "c"))]
+    assert folder({}) == made[0], "a search that was interrupted finds what it kept"
+    monkeypatch.setenv(FOLDER, str(tmp_path / "other"))
+    made.append(folder({}))  # releases that were unpacked elsewhere
+    assert len(set(made)) == len(made) == 10
+
+
+def test_of_many_cases_none_is_named(tmp_path: Path) -> None:
+    steps = bisect.DifferentialSteps([], tmp_path, "decode", ["-x"])
+    few, many = (frozenset(f"b/k case{i:02} eager" for i in range(n)) for n in (40, 41))
+    named = " or ".join(f"case{i:02}" for i in range(40))
+    assert steps._chosen(few) == ["-x", "-k", f"(decode) and ({named})"]
+    assert steps._chosen(many) == ["-x", "-k", "(decode)"], "a command line has an end"
+
+
 def test_nothing_turned(
     runs: list[tuple[str, list[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -353,6 +410,17 @@ def test_arms_of_a_benchmark(
     assert first == "embedded:page_size=4: 4 turned, embedded:page_size=2 was good"
     assert all(line.endswith(": regressed") for line in cases)
     assert measured == ["embedded:page_size=4", "embedded:page_size=2"]
+
+
+def test_a_benchmark_that_cannot_start_answers_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "main", lambda argv: 2)
+    words = ["--good", "embedded:page_size=1", "--bad", "embedded:page_size=4", "--bench"]
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "--report", str(tmp_path)])
+    [line] = capsys.readouterr().err.splitlines()
+    assert "arm = 'embedded:page_size=4'" in line, "the arm that could not be measured is named"
 
 
 def test_an_arm_whose_session_settled_nothing_is_not_called_good(

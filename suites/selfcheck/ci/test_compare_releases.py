@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from rich.table import Table
 
 from fixtures import compare_releases
 from fixtures.compare_releases import Change, Key, Side, changes, comment, key, listed, main
@@ -65,6 +66,11 @@ def test_the_release_is_no_part_of_a_trial_and_ours_is_a_side() -> None:
             True,
         ),
         (
+            replace(PASSED, effects={"moved": 8}),
+            replace(NEWER, effects={"moved": 9}),
+            True,
+        ),
+        (
             replace(PASSED, effects={"host_syncs": 4}),
             replace(NEWER, effects={"host_syncs": 0}),
             False,
@@ -110,6 +116,87 @@ def test_one_cause_is_told_once_with_its_command() -> None:
     ]
 
 
+def test_what_is_better_is_told_by_what_was_red() -> None:
+    was = replace(RED, subject=PASSED.subject, reproduce="run it there")
+    assert listed([Change(was, NEWER)]) == [
+        "better: mha-decode-bs1_short, eager, sglang-0.5.22/trtllm_mha/xqa",
+        "  cause: hidden_states: 3 of 4 rows wrong",
+        "  reproduce: run it there",
+    ]
+
+
+def rows_of(table: Table) -> list[tuple[object, ...]]:
+    return list(zip(*(column.cells for column in table.columns), strict=True))
+
+
+def test_tables_count_what_was_run_on_both_sides() -> None:
+    refused = {"verdict": Verdict.REFUSED, "message": "no such mode"}
+    olds, news = {}, {}
+    for case, old, new in (
+        ("stays_green", PASSED, NEWER),
+        ("stays_red", replace(RED, subject=PASSED.subject), KNOWN),
+        ("turns", PASSED, RED),
+        ("turns_too", PASSED, KNOWN),
+        ("mended", replace(KNOWN, subject=PASSED.subject), NEWER),
+        ("gone", replace(RED, subject=PASSED.subject), replace(NEWER, **refused)),
+        ("new", replace(PASSED, **refused), RED),
+    ):
+        olds |= by_key(replace(old, case=case, effects={"moved": 8, "host_syncs": 1}))
+        news |= by_key(replace(new, case=case, effects={"moved": 8, "recorded": 3}))
+    olds |= by_key(replace(PASSED, case="one_side_alone"))
+    told = "run on both, red before, red now, worse, better; refused on a side is none of them"
+    verdicts = compare_releases.mode_table(olds, news, ("0.5.22", "0.5.23"))
+    assert rows_of(verdicts) == [("trtllm_mha/xqa", "decode", "5", "2", "3", "2", "1")], told
+    (turned,) = (name for name in olds if name[1] == "turns")
+    names = ("0.5.22", "0.5.23")
+    effects = compare_releases.effect_table({turned: olds[turned]}, {turned: news[turned]}, names)
+    where = ("trtllm_mha/xqa", "decode", "eager")
+    assert rows_of(effects) == [(*where, "host_syncs", "1", "0"), (*where, "recorded", "0", "3")]
+
+
+@pytest.mark.parametrize("is_checkout", [True, False])
+def test_a_checkout_runs_as_the_release_that_it_is_like(
+    is_checkout: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[object] = []
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    monkeypatch.setattr(
+        compare_releases, "install", lambda release, *, wheel: ran.extend((release.version, wheel))
+    )
+    monkeypatch.setattr(
+        compare_releases,
+        "run_release",
+        lambda release, *given: ran.extend((release.version, given)),
+    )
+    Side(str(tmp_path) if is_checkout else "0.5.20", like="0.5.14").run(tmp_path, ["-k", "bs1"])
+    version = "0.5.14" if is_checkout else "0.5.20"
+    more = ["--sglang-source", str(tmp_path)] if is_checkout else []
+    told = "a checkout needs the packages of its release, and not its wheel"
+    assert ran == [version, not is_checkout, version, (tmp_path, [*more, "-k", "bs1"])], told
+
+
+def test_flashinfer_alone_compares_a_release_with_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "flashinfer").mkdir()
+    (tmp_path / "flashinfer" / "__init__.py").touch()
+    first, last = (replace(PASSED, case=case, subject=NEWER.subject) for case in "az")
+    worse, was = replace(RED, case="z"), replace(RED, case="a", subject=PASSED.subject)
+    asked: list[Side] = []
+
+    def records_of(side: Side, *_: object) -> dict[Key, Record]:
+        asked.append(side)
+        return by_key(first, worse) if side.flashinfer else by_key(was, last)
+
+    monkeypatch.setattr(compare_releases, "records_of", records_of)
+    given = ["0.5.20", "--flashinfer", str(tmp_path), "--like", "0.5.14"]
+    assert main([*given, "--report", str(tmp_path)]) == 1
+    assert asked == [Side("0.5.20", "0.5.14"), Side("0.5.20", "0.5.14", tmp_path)]
+    turned = [line for line in capsys.readouterr().out.splitlines() if ", eager, " in line]
+    assert [line.partition(",")[0] for line in turned] == ["worse: z", "better: a"]
+
+
 def test_a_comment_groups_causes_and_stays_within_its_lines() -> None:
     found = [
         Change(
@@ -126,6 +213,7 @@ def test_a_comment_groups_causes_and_stays_within_its_lines() -> None:
         "  2 trials, first `c0-0`, eager",
         "  `run`",
     ]
+    assert lines[6:8] == ["* trtllm_mha, decode: bbb: N of N", "  2 trials, first `c1-0`, eager"]
     assert len(lines) <= 40
     assert lines[-1] == "… and 16 causes in all"
 

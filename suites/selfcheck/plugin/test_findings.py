@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -146,6 +146,7 @@ def test_a_run_that_shows_a_finding_no_more_is_red(
     assert upstream.main(words) == 1, "the table says that the release has it"
     assert "finding wall is not seen in 0.5.16" in capsys.readouterr().out
     assert upstream.main([*words, "-k", "decode"]) == 0, "a part of the rows need not show it"
+    assert upstream.main([*words, "--all-backends"]) == 1, "more than all rows must show it"
 
 
 def test_a_finding_whose_trials_show_another_may_be_there_behind_it(
@@ -260,6 +261,33 @@ def test_a_run_without_records_ends_as_pytest_did_and_never_well(
     monkeypatch.setattr(upstream, "run_release", lambda *_: code)
     monkeypatch.setattr(upstream, "install", lambda *_, **__: None)
     assert upstream.main(["0.5.16", "--report", str(tmp_path)]) == told
+
+
+@pytest.mark.parametrize("package", ["sglang", "flashinfer"])
+def test_a_checkout_is_run_in_the_place_of_the_wheel_and_keeps_its_own_records(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def run(release: Release, folder: Path, args: Sequence[str], device: str) -> int:
+        asked.extend((folder, list(args)))
+        folder.mkdir(parents=True)
+        (folder / "records.jsonl").touch()
+        return 0
+
+    (tmp_path / "python" / package).mkdir(parents=True)
+    (tmp_path / "python" / package / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(upstream, "run_release", run)
+    monkeypatch.setattr(upstream, "install", lambda release, *, wheel: asked.append(wheel))
+    option, theirs = {
+        "sglang": ("--source", "--sglang-source"),
+        "flashinfer": ("--flashinfer", "--flashinfer"),
+    }[package]
+    assert upstream.main(["0.5.16", option, "python", "--report", "made"]) == 0
+    # The process of the trials has another working folder.
+    folder, args = tmp_path / "made/checkout", [theirs, str(tmp_path / "python")]
+    assert asked == [package == "flashinfer", folder, args]
 
 
 def test_an_impossible_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -149,6 +149,37 @@ def test_a_window_is_red_then_past_it(bad: str, good: Record, shown: bool) -> No
     assert window.is_shown is shown
 
 
+def test_a_window_that_is_not_shown_is_told_with_what_each_side_said() -> None:
+    again = replace(FINDING, id="again", trials=(STRIDED,))
+    unseen = replace(FINDING, id="unseen", trials=("mla-decode-x triton/triton graph",), case="*")
+    assert findings.window_trials([FINDING, again]) == dict.fromkeys(
+        ("0.5.16", "0.5.18"), [NARROW, STRIDED, STRIDED]
+    )
+    records = [
+        ended("0.5.16", Verdict.WAIVED, RED[0]),
+        ended("0.5.18", Verdict.WAIVED, "step: stride"),
+    ]
+    table = findings.window_table(
+        windows([FINDING, again, unseen], sightings([FINDING, again], shown_trials(records)))
+    )
+    rows = list(zip(*(column.cells for column in table.columns), strict=True))
+    said, then = "193 > 192; accepted: <= 192, the width", "goes on to step: stride"
+    assert rows == [
+        ("wall", "0.5.16", f"red: {said}", "0.5.18", then),
+        ("again", "0.5.16", f"goes on to wall: {said}", "0.5.18", then),
+        ("unseen", "0.5.16", "not run", "0.5.18", "not run"),
+    ]
+    assert [row.style for row in table.rows] == ["", "red", "red"]
+
+
+def test_records_are_kept_of_every_release_in_the_folder(tmp_path: Path) -> None:
+    for version in ("0.5.23", "0.5.14"):
+        (tmp_path / version).mkdir()
+        write_records(tmp_path / version / "records.jsonl", [ended(version, Verdict.PASSED)])
+    subjects = [record.subject for record in findings.kept_records(tmp_path)]
+    assert subjects == ["sglang-0.5.14/triton/triton", "sglang-0.5.23/triton/triton"]
+
+
 def test_an_open_finding_has_no_window() -> None:
     assert windows([replace(FINDING, fixed="")], []) == []
 
@@ -248,7 +279,11 @@ def test_a_run_that_broke_off_is_no_sighting(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        write_records(Path(command[-1]) / "records.jsonl", [trial("some")])
+        options = dict(zip(command[-8::2], command[-7::2], strict=True))
+        assert options.pop("-k") == "some-sglang-0.5.16/trtllm_mha/xqa-eager"
+        wanted = {"--release": "0.5.16", "--backends": "all", "--report": str(tmp_path)}
+        assert options == wanted, "a finding may be of any backend"
+        write_records(tmp_path / "records.jsonl", [trial("some")])
         return subprocess.CompletedProcess(command, code, "collected 3 items\n", "")
 
     monkeypatch.setattr(findings.subprocess, "run", run)
