@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from inspect import Parameter
 from pathlib import Path
@@ -116,7 +116,7 @@ def definition(folder: Path, dotted: str) -> ast.FunctionDef | ast.ClassDef | No
     if not file.is_file():
         return None
     found: ast.FunctionDef | ast.ClassDef | None = None
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in _of_module(ast.parse(file.read_text(encoding="utf-8"))):
         match node:
             case ast.FunctionDef(name=defined) | ast.ClassDef(name=defined) if defined == name:
                 found = node
@@ -128,6 +128,17 @@ def definition(folder: Path, dotted: str) -> ast.FunctionDef | ast.ClassDef | No
                         original = name if one.name == "*" else one.name
                         found = definition(folder, _join([*above, source or "", original]))
     return found
+
+
+def _of_module(node: ast.AST) -> Iterator[ast.AST]:
+    """What a module defines and imports itself, under conditions too, in its order.
+
+    A method, or a function inside another one, may have the name of an entry point.
+    """
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from _of_module(child)
 
 
 def _join(parts: Sequence[str]) -> str:

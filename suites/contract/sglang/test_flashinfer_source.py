@@ -42,6 +42,12 @@ def checkout(tmp_path: Path) -> Path:
             "    def plan(self, indptr, causal=False): ...\n"
             "    begin_forward = plan\n"
             "    def plan_twice(self): ...\n"
+            "def get_module():\n"
+            "    def decode(self, run): ...\n"
+            "class Module:\n"
+            "    def decode(self): ...\n"
+            "if True:\n"
+            "    def on_condition(query): ...\n"
         ),
         "mla/__init__.py": "from ._core import *\n",
         "mla/_core.py": "from ..decode import decode\ndef latent(query, *, pages): ...\n",
@@ -115,6 +121,8 @@ def test_definitions_are_found_through_packages_and_stars(checkout: Path) -> Non
     assert latent.name == "latent"
     above = definition(checkout, "flashinfer.mla._core.decode")
     assert above is not None, "a name is found in the package above its module's"
+    conditional = definition(checkout, "flashinfer.decode.on_condition")
+    assert conditional is not None, "what is defined under a condition is defined"
     assert definition(checkout, "flashinfer.decode.nothing") is None
     assert definition(checkout, "flashinfer.no_module.decode") is None
 

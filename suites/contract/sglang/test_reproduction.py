@@ -71,8 +71,36 @@ def test_a_page_table_of_other_pages_ends_with_1(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        (
+            MLA,
+            [
+                "MODE, CONTEXT_LEN, PAGE_SIZE = 'multi_step_draft', 256, 64",
+                "COMMITTED, WIDTH, STEPS = [5, 130], 4, 5",
+                "class Backend(theirs.TRTLLMMLABackend):",
+                "    plan = one.forward_decode_metadata",
+            ],
+        ),
+        (
+            VERIFY,
+            [
+                "MODE, CONTEXT_LEN, PAGE_SIZE = 'target_verify', 256, 32",
+                "class Backend(theirs.TRTLLMHAAttnBackend):",
+                "    plan = one.forward_metadata",
+            ],
+        ),
+    ],
+)
+def test_a_script_has_the_numbers_of_its_trial(name: str, lines: list[str]) -> None:
+    written = script(*find_trial(name)).splitlines()
+    assert [line for line in lines if line not in written] == []
+
+
+@pytest.mark.parametrize(
     "name",
     [
+        f"mha-multi_step_draft-dp_padding-sglang-{NEWEST}/trtllm_mha/xqa-eager",
         "mha-decode-bs2_ragged-trtllm_mha/xqa-eager",
         f"mha-decode-bs2_ragged-sglang-{NEWEST}/triton/triton-eager",
         f"mha-decode-bs2_ragged-sglang-{NEWEST}/trtllm_mha/xqa-graph",

@@ -96,10 +96,13 @@ def test_a_wheel_without_a_file_is_refused(tmp_path: Path, archive: Path) -> Non
 
 def test_an_installed_sglang_is_untouched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = ModuleType("sglang")
+    inside = ModuleType("sglang.srt")
     monkeypatch.setitem(sys.modules, "sglang", installed)
+    monkeypatch.setitem(sys.modules, "sglang.srt", inside)
     finders = list(sys.meta_path)
     assert released_wheel.load(MADE_UP).__name__ == released_wheel.CLASS
     assert sys.modules["sglang"] is installed
+    assert sys.modules["sglang.srt"] is inside, "what was imported of it is there again"
     assert released_wheel.BACKEND not in sys.modules
     assert sys.meta_path == finders
 

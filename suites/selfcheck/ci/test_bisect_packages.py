@@ -11,7 +11,13 @@ import pytest
 
 from fixtures import bisect, bisect_packages
 from fixtures.bisect import main
-from fixtures.bisect_packages import MixedEnvironment, Package, environments, moved
+from fixtures.bisect_packages import (
+    MixedEnvironment,
+    NotImportable,
+    Package,
+    environments,
+    moved,
+)
 from fixtures.fakes.sample_records import trial
 from harness.core.environment import environment
 from harness.core.record import Verdict, write_records
@@ -50,7 +56,9 @@ def unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             (info / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n", encoding="utf-8")
             (home / name).mkdir()
             (home / name / "version").write_text(version, encoding="utf-8")
+            (home / "__pycache__").mkdir(exist_ok=True)  # of every package that is one module
             listed = [f"../../bin/{name}", f"{name}/version", f"{info.name}/METADATA"]
+            listed += [f"__pycache__/{name}.cpython-311.pyc"]
             rows = "".join(f"{path},,\n" for path in (*listed, f"{info.name}/RECORD"))
             (info / "RECORD").write_text(rows, encoding="utf-8")
     return folder
@@ -90,7 +98,7 @@ def test_a_process_is_told_where_its_environment_is(
         assert (source_of(one.release) / "sglang").is_dir()
     monkeypatch.setenv(FOLDER, str(unpacked))
     assert sorted(path.name for path in packages_of(OLD).iterdir() if "info" not in path.name) == [
-        "Zlib_ng", "einops", "httpx", "transformers",
+        "Zlib_ng", "__pycache__", "einops", "httpx", "transformers",
     ]  # fmt: skip
 
 
@@ -170,6 +178,27 @@ def test_what_cannot_be_imported_is_skipped_and_stays_a_suspect(
         f"  skipped: {STEPS[3]}: ImportError: hub>=2 is required",
     ]
     assert sorted(fake.ran) == [0, 1, 4, 5]
+
+
+@pytest.mark.usefixtures("unpacked")
+def test_what_was_skipped_elsewhere_is_no_suspect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = Fake({"turns": 5}, broken=(3,))
+    assert searched(fake, tmp_path / "report", monkeypatch) == 0
+    _, answer, first, *_ = capsys.readouterr().out.splitlines()
+    assert answer == f"{STEPS[5]}: 1 turned, {STEPS[4]} was good"
+    assert first == "  trtllm_mha/xqa turns eager: rows wrong"
+
+
+@pytest.mark.usefixtures("unpacked")
+def test_an_import_that_ends_without_a_word_is_told_by_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    died = subprocess.CompletedProcess([], -11, "", "")
+    monkeypatch.setattr(bisect_packages.subprocess, "run", lambda *_, **__: died)
+    with pytest.raises(NotImportable, match=r"^it ended with -11$"):
+        next(environments(OLD, NEW)).run(tmp_path / "made", [])
 
 
 @pytest.mark.usefixtures("unpacked")

@@ -162,7 +162,9 @@ def test_a_checkout_runs_as_the_release_that_it_is_like(
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "__init__.py").touch()
     monkeypatch.setattr(
-        compare_releases, "install", lambda release, *, wheel: ran.extend((release.version, wheel))
+        compare_releases,
+        "install",
+        lambda release, *, wheel=True: ran.extend((release.version, wheel)),
     )
     monkeypatch.setattr(
         compare_releases,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,8 @@ from harness.core.case import Case, Dtype, Execution, Family, KVDtype, Layout, M
 from harness.core.record import Record, Verdict
 from harness.differential.minimise import cause, minimise, reductions
 from harness.errors import UsageError
+from harness.sglang.backend import Classes
+from harness.sglang.releases import NEWEST
 
 RAGGED = CASES["mha-target_verify-bs8_ragged"]
 
@@ -163,6 +166,22 @@ def test_an_unknown_trial_is_one_line(name: str, capsys: pytest.CaptureFixture[s
         main([name])
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"{UsageError(verb.rejected('trial', name, verb.FORM))}\n"
+
+
+def test_the_script_is_of_the_smallest_case(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(verb, "install", lambda release: None)
+    monkeypatch.setattr(verb, "activate", lambda release: None)
+    monkeypatch.setattr(Classes, "load", lambda self: None)
+    monkeypatch.setattr(
+        verb.TrialProcess, "run", lambda self, case, *_: judged(lambda c: c.bs > 1)(case)
+    )
+    path, trial = tmp_path / "script.py", f"mha-decode-bs2_ragged-sglang-{NEWEST}/trtllm_mha/xqa"
+    assert main([f"{trial}-eager", "--script", str(path)]) == 0
+    written = path.read_text(encoding="utf-8").splitlines()
+    (committed,) = (line for line in written if line.startswith("COMMITTED, WIDTH, STEPS = "))
+    assert committed.startswith("COMMITTED, WIDTH, STEPS = [0, 0], ")
 
 
 def test_the_verb_prints_the_smallest_row(

@@ -279,7 +279,7 @@ def test_a_checkout_is_run_in_the_place_of_the_wheel_and_keeps_its_own_records(
     (tmp_path / "python" / package / "__init__.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(upstream, "run_release", run)
-    monkeypatch.setattr(upstream, "install", lambda release, *, wheel: asked.append(wheel))
+    monkeypatch.setattr(upstream, "install", lambda release, *, wheel=True: asked.append(wheel))
     option, theirs = {
         "sglang": ("--source", "--sglang-source"),
         "flashinfer": ("--flashinfer", "--flashinfer"),

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,13 @@ def source(tmp_path: Path) -> Path:
 def test_an_overlay_differs_in_one_file_and_leaves_the_release_alone(
     source: Path, tmp_path: Path
 ) -> None:
+    compiled = source / "sglang" / "srt" / "__pycache__"
+    compiled.mkdir()
+    for stem in ("lengths", "pool"):
+        (compiled / f"{stem}.cpython-311.pyc").touch()
     tree = overlay(DEFECT, source, tmp_path / "tree") / "sglang"
+    kept = [path.name for path in (tree / "srt" / "__pycache__").iterdir()]
+    assert kept == ["pool.cpython-311.pyc"], "what was compiled of the edited file is not the edit"
     assert (tree / DEFECT.path).read_text() == "def at(length, step):\n    return length\n"
     assert "length + step" in (source / "sglang" / DEFECT.path).read_text()
     for name in ("srt/pool.py", "srt/layers/mask.py", "version.py"):
@@ -122,6 +129,17 @@ def test_a_fork_answers_and_what_ends_it_is_told() -> None:
     }
 
 
+def test_what_is_asked_again_is_given_up_as_soon() -> None:
+    hung = _question("hung", lambda: time.sleep(20))
+    told = [answer.message for answer in answers([_question("green"), hung], patience_s=1.0)]
+    assert told == ["", "no answer within 1 s"]
+
+
+def test_an_answer_tells_whether_sglang_asks_its_question() -> None:
+    asked = [replace(_question("own"), is_registered=True), _question("ours", _red)]
+    assert [answer.is_registered for answer in answers(asked)] == [True, False]
+
+
 def test_what_an_earlier_question_left_behind_decides_nothing() -> None:
     def leaves() -> Found:
         LEFT_BEHIND.append("stale")
@@ -151,12 +169,92 @@ def test_the_plan_takes_turns_between_kinds_and_leaves_out_what_is_red_anyway() 
     assert [name for name, _ in planned(given)] == ["a2", "b1", "a1"]
 
 
-def test_a_judge_stops_at_the_first_red_question() -> None:
+def test_a_judge_stops_at_the_first_red_question(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [_question("green"), _question("red", _red), _question("never")]
     found = first_red(asked, [("green", {}), ("red", {}), ("never", {})])
     assert (found.question, found.message, found.asked) == ("red", "ValueError: off by one", 2)
+    given = [Answer(name=n, kind="kind", seconds=s) for n, s in (("green", 1.5), ("never", 0.25))]
+    monkeypatch.setattr(upstream_defects, "answers", lambda _: (answer for answer in given))
     missed = first_red(asked, [("never", {}), ("green", {})])
+    assert missed.seconds == 1.75, "how long it took is how long all of them took"
     assert (missed.question, missed.asked) == ("", 2)
+
+
+def test_shares_of_the_unmodified_release_are_all_of_its_questions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def questions_of(judge: str, *_: object) -> list[Question]:
+        return [_question(f"{judge} {number}") for number in range(5)]
+
+    monkeypatch.setattr(upstream_defects, "questions_of", questions_of)
+    shares = [upstream_defects.unmodified(Path(), ["mha"], share, 2) for share in range(2)]
+    for judge in (OURS, KIT):
+        names = [[answer.name for answer in share[judge]] for share in shares]
+        assert names == [[f"{judge} {n}" for n in numbers] for numbers in ((0, 2, 4), (1, 3))]
+
+
+class Threads(ThreadPoolExecutor):
+    """Stands in for processes, which would not see what a test replaces."""
+
+    def __init__(self, workers: int, *_: object, **__: object) -> None:
+        super().__init__(workers)
+
+
+def test_every_defect_is_judged_by_what_is_green_without_one(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    families: list[list[str]] = []
+    slow, quick = (replace(DEFECT, id=name) for name in ("slow", "quick"))
+    ended: list[str] = []
+
+    def unmodified(_: Path, given: list[str], share: int, shares: int) -> dict[str, list[Answer]]:
+        families.append(given)
+        kit = [
+            Answer(name=f"own{share}", kind="own", is_registered=True),
+            Answer(name=f"other{share}", kind="other"),
+        ]
+        return {OURS: [Answer(name=f"row{share}", kind="row")], KIT: kit}
+
+    def first_reds(
+        tree: Path, _: Sequence[str], plans: Mapping[str, upstream_defects.Plan]
+    ) -> Mapping[str, Notice]:
+        while tree.name == "slow" and ended != ["quick"]:
+            time.sleep(0.01)
+        ended.append(tree.name)
+        return {j: replace(QUIET, question=" ".join(n for n, _ in p)) for j, p in plans.items()}
+
+    monkeypatch.setattr(upstream_defects, "ProcessPoolExecutor", Threads)
+    monkeypatch.setattr(upstream_defects, "unmodified", unmodified)
+    monkeypatch.setattr(upstream_defects, "first_reds", first_reds)
+    mixed = replace(quick, families=("mla",))
+    _, rows = upstream_defects.judged([slow, mixed], source, 2, lambda _: None)
+    assert [row.defect.id for row in rows] == ["slow", "quick"], "in the order of the table"
+    assert families == [["mha", "mla"]] * 2, "every family that a defect is of"
+    for row in rows:
+        asked = {judge: sorted(notice.question.split()) for judge, notice in row.by.items()}
+        assert asked == {
+            OURS: ["row0", "row1"],
+            KIT: ["other0", "other1", "own0", "own1"],
+            REGISTERED: ["own0", "own1"],
+        }
+
+
+def test_nine_of_ten_defects_are_enough(
+    source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = {f"d{number}": replace(DEFECT, id=f"d{number}") for number in range(10)}
+    monkeypatch.setattr(upstream_defects, "UPSTREAM_DEFECTS", table)
+    for missed, code in ((1, 0), (2, 1)):
+        ours = [QUIET] * missed + [LOUD] * (10 - missed)
+        rows = [
+            Judged(defect=defect, by={OURS: notice, KIT: QUIET, REGISTERED: QUIET})
+            for defect, notice in zip(table.values(), ours, strict=True)
+        ]
+        monkeypatch.setattr(
+            upstream_defects, "judged", lambda *_, rows=rows: ({OURS: [], KIT: []}, rows)
+        )
+        assert main(["--source", str(source)]) == code
+        assert f"ours: {10 - missed} of 10 noticed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("notice", "code"), [(LOUD, 0), (QUIET, 1)])
