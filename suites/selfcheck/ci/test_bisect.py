@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -138,6 +139,21 @@ def test_releases_of_the_table(
     runs.clear()
     assert main(words) == 0
     assert runs == []
+
+
+def test_what_turned_first_is_told_first(
+    runs: list[tuple[str, list[str]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def found_last_first(*asked: Any) -> list[Turned]:
+        return [*search(*asked)][::-1]  # as of trials that a candidate in between refuses
+
+    monkeypatch.setattr(bisect, "search", found_last_first)
+    assert main(["--good", "0.5.12", "--bad", "0.5.23", "--report", str(tmp_path)]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line[0] != " "]
+    assert [line.partition(":")[0] for line in told] == ["0.5.16", "0.5.20"]
 
 
 def test_an_interrupted_search_goes_on(
