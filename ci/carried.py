@@ -13,7 +13,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from harness.core.record import Record, read_records
+from harness.core.record import Record, read_records, record_lines
 from harness.core.tree import digest
 from harness.errors import UsageError, rejected
 
@@ -37,7 +37,7 @@ def pack(records: Path, kind: str, out: Path) -> Path:
         UsageError: there are no records, or they are of another kind or of several trees.
     """
     found = list(read_records(records))
-    body = "".join(record.to_json() + "\n" for record in found)
+    body = record_lines(found)
     head = {
         "carried": FORMAT,
         "kind": kind,

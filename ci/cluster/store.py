@@ -12,7 +12,7 @@ from typing import Any
 from ci.cluster.driver import as_line
 from ci.cluster.work import LaneWork, UnitEnd
 from harness.core.exclusive import alone_in
-from harness.core.record import Record, write_records
+from harness.core.record import Record, record_lines, write_records
 from harness.core.whole_file import write_whole
 from harness.errors import UsageError, rejected
 
@@ -76,7 +76,7 @@ class Store:
         try:
             # Ends first: a unit that has ended, of a run that is killed between, has its record.
             write_whole(folder / ENDED, "".join(lines))
-            write_whole(folder / RECORDS, "".join(r.to_json() + "\n" for r in records))
+            write_whole(folder / RECORDS, record_lines(records))
         except OSError as error:
             raise UsageError(not_writable(folder, error)) from error
 

@@ -217,6 +217,11 @@ def write_records(path: Path, records: Iterable[Record]) -> None:
             file.write(record.to_json() + "\n")
 
 
+def record_lines(records: Iterable[Record]) -> str:
+    """The text of a file of records: one line each."""
+    return "".join(record.to_json() + "\n" for record in records)
+
+
 def read_records(path: Path) -> Iterator[Record]:
     """Every record of a file, in order.
 
