@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fixtures.toys.toy_graph import ToyBackend, shares_memory, toy_batch, toy_forward, toy_pools
+from harness.errors import ContractError
 from harness.graphs.effects import observe
 from harness.graphs.tape import Tape
 from harness.graphs.target_verify_runner import TargetVerifyRunner
@@ -148,28 +149,45 @@ def test_prepare_runs_before_the_draft_tokens_are_known() -> None:
     runner = make()
     batch = verify(5, 9, 7)
     unknown = torch.zeros(1, dtype=torch.int32)
-    runner.prepare(batch.with_changes(input_ids=unknown))
-    assert runner.attn_backend.log[-1] == "plan 4"
-    assert runner.run(batch).next_token_logits.tolist() == spelled(batch)
-    assert runner.attn_backend.log[-1] == "plan 4"
+    try:
+        runner.prepare(batch.with_changes(input_ids=unknown))
+    except ContractError as error:
+        pytest.fail(f"prepare reads no input_ids, which the draft fills after it: {error}")
+    planned = runner.attn_backend.log[-1]
+    rule = "a batch is planned with the requests of its padded bucket"
+    assert planned == "plan 4", f"{rule}, 4, not as {planned}"
+    logits = runner.run(batch).next_token_logits.tolist()
+    rule = "run copies the batch's own input_ids, as they are after the draft"
+    wanted = spelled(batch)
+    assert logits == wanted, f"{rule}: the first row is {wanted[0]}, not {logits[0]}"
+    done = runner.attn_backend.log[-1]
+    assert done == "plan 4", f"run plans nothing after prepare, not {done}"
 
 
 def test_seq_lens_cpu_is_padded_where_it_is_carried_and_not_missed_where_not() -> None:
     runner = make(capture_bs=(2, 4, 7))  # three fill neither their bucket nor the largest
     runner.replay(verify(5, 9, 7))
-    assert runner.attn_backend.plans[-1].seq_lens_cpu is None
+    carried = runner.attn_backend.plans[-1].seq_lens_cpu
+    absent = "a replay has no seq_lens_cpu where its batch has none"
+    assert carried is None, f"{absent}, not {carried}"
     lens = torch.tensor([5, 9, 7])
     batch = verify(5, 9, 7, seq_lens_cpu=lens, seq_lens_sum=21, extend_seq_lens_cpu=[3, 3, 3])
     runner.replay(batch)
     planned = runner.attn_backend.plans[-1]
-    assert planned.seq_lens_cpu is not None
+    assert planned.seq_lens_cpu is not None, "a replay has seq_lens_cpu where its batch has them"
     told = "a replay's host lengths are as many as its bucket has requests"
     assert planned.seq_lens_cpu.tolist() == [5, 9, 7, 2], told
-    assert planned.seq_lens_sum == int(runner.buffers["seq_lens"][:4].sum()) == 23
-    assert planned.extend_seq_lens_cpu == [3, 3, 3, 3]
-    assert (batch.seq_lens_sum, batch.extend_seq_lens_cpu) == (21, [3, 3, 3])
+    total, on_device = planned.seq_lens_sum, int(runner.buffers["seq_lens"][:4].sum())
+    told = "seq_lens_sum of a replay counts padded requests too, as seq_lens on the device"
+    assert total == on_device == 23, f"{told}: 23, not {total} and {on_device}"
+    taken = planned.extend_seq_lens_cpu
+    told = "extend_seq_lens_cpu of a replay is as long as its bucket"
+    assert taken == [3, 3, 3, 3], f"{told}, not {taken}"
+    kept = batch.seq_lens_sum, batch.extend_seq_lens_cpu
+    assert kept == (21, [3, 3, 3]), f"a replay pads a copy of its batch's host lengths, not {kept}"
     runner.replay(verify(5, 9, 7))
-    assert runner.attn_backend.plans[-1].seq_lens_cpu is None
+    carried = runner.attn_backend.plans[-1].seq_lens_cpu
+    assert carried is None, f"{absent}, not {carried}"
 
 
 def test_a_backend_that_reads_host_lengths_has_them_at_capture() -> None:

@@ -191,7 +191,8 @@ def test_the_host_knows_padded_accept_lengths_where_the_batch_did(
 def test_a_token_count_that_no_capture_holds_is_refused(mode: ForwardMode, tokens: int) -> None:
     batch = extend_batch(mode, [9, 6], [5, 5]).with_changes(out_cache_loc=torch.arange(tokens))
     runner = extender(mode)
-    assert not runner.can_run(batch)
+    rule = f"can_run is False of {tokens} {mode.name} query tokens of two requests"
+    assert not runner.can_run(batch), rule
     with pytest.raises(ContractError, match=f"query tokens = {tokens}"):
         runner.replay(batch)
 

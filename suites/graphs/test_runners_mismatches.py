@@ -62,9 +62,10 @@ def verify(*seq_lens: int) -> ForwardBatch:
 @pytest.mark.parametrize("field", SHAPE)
 def test_another_shape_cannot_run(field: str) -> None:
     runner, batch = make(), verify(5, 9)
-    assert runner.can_run(batch)
+    assert runner.can_run(batch), "can_run is True of a batch that was captured for"
     other = batch.with_changes(**SHAPE[field])
-    assert not runner.can_run(other)
+    rule = "can_run is False of a batch that was not captured for"
+    assert not runner.can_run(other), f"{rule}: {SHAPE[field]}"
     with pytest.raises(ContractError, match=rf"^{field} = "):
         runner.replay(other)
 
@@ -131,8 +132,11 @@ def test_a_mask_longer_than_its_buffer_does_not_fit() -> None:
     longest[2] = False
     told = "a mask as long as its buffer fits"
     assert seen(make(mask_size=15), longest) == [1, 1, 0, 1, 1, 1], told
-    with pytest.raises(CapacityError, match=r"len\(custom_mask\) = 16 .* at most 15"):
+    with pytest.raises((CapacityError, RuntimeError)) as refused:
         seen(make(mask_size=15), torch.ones(16, dtype=torch.bool))
+    told = "a custom_mask longer than its buffer is refused as CapacityError, before it is copied"
+    assert isinstance(refused.value, CapacityError), f"{told}, not {refused.value}"
+    assert refused.match(r"len\(custom_mask\) = 16 .* at most 15")
 
 
 def is_refused(runner: TargetVerifyRunner, batch: ForwardBatch) -> bool:
@@ -219,10 +223,10 @@ def test_impossible_settings_are_named(changes: dict[str, Any]) -> None:
 def test_a_runner_captures_once_and_before_it_replays() -> None:
     runner = make()
     with pytest.raises(ContractError, match="captures once"):
-        runner.capture()
+        pytest.fail(f"a runner captures once: a second time is refused, not {runner.capture()}")
     runner.graphs.clear()
     with pytest.raises(ContractError, match="after its capture"):
-        runner.replay(verify(3))
+        pytest.fail(f"a replay before any capture is refused, not {runner.replay(verify(3))}")
 
 
 def test_a_batch_larger_than_every_bucket_names_both() -> None:

@@ -47,7 +47,8 @@ RULES = {
     "seq_lens - query_lens + max_q_len",
     "cu_seqlens_q": "the running sum of query lengths, from 0",
     "cu_seqlens_k": "the running sum of cache_seqlens, from 0",
-    "page_table": "a request has ceil(keys / page_size) pages of req_to_token, then zeros",
+    "page_table": "a request has ceil(keys / page_size) pages of its own req_to_token row, keys "
+    "those of the fill's longest phase, then zeros",
     "swa_page_table": "full_to_swa_index_mapping[page * page_size] // page_size of each live page, "
     "then zeros",
     "swa_out_cache_loc": "full_to_swa_index_mapping of each phase's own out_cache_loc",

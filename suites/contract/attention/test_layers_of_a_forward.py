@@ -68,9 +68,17 @@ def test_layers_change_nothing_for_each_other(
         return scene.run(batch, inputs, layer)
 
     expected = [alone(layer) for layer in layers]
-    assert not any(torch.equal(one, expected[0]) for one in expected[1:])
+    same = [i for i, one in enumerate(expected[1:], 1) if torch.equal(one, expected[0])]
+    rule = "scales, sinks, window and scaling of a layer change its output"
+    assert not same, f"{rule}: not so {[layers[i] for i in same]}"
     scene: Scene = make()
     batch, inputs = scene.batch(mode, q_lens), scene.inputs(sum(q_lens))
     scene.backend.init_forward_metadata(batch)
     for layer, due in zip((*layers, layers[0]), (*expected, expected[0]), strict=True):
-        torch.testing.assert_close(scene.forward(batch, inputs, layer), due, rtol=0, atol=0)
+        told = (
+            f"a layer runs with its own scales, sinks, window and scaling, not another's: {layer}"
+        )
+        obtained = scene.forward(batch, inputs, layer)
+        torch.testing.assert_close(
+            obtained, due, rtol=0, atol=0, msg=lambda found, told=told: f"{told}: {found}"
+        )

@@ -66,18 +66,22 @@ def test_lengths_and_pages_of_every_phase(
     longest: int,
 ) -> None:
     metadata = plan(toy_backend(), mode, [9, 8], tokens, **carried)
-    assert metadata.cache_seqlens_int32.tolist() == keys
-    assert metadata.cu_seqlens_q.tolist() == cu_q
-    assert metadata.cu_seqlens_k.tolist() == [0, keys[0], sum(keys)]
+    seqlens = metadata.cache_seqlens_int32.tolist()
+    rule = "cache_seqlens_int32 is seq_lens, plus num_draft_tokens in TARGET_VERIFY"
+    assert seqlens == keys, f"{rule}: {keys}, not {seqlens}"
+    ends_q, ends_k = metadata.cu_seqlens_q.tolist(), metadata.cu_seqlens_k.tolist()
+    assert ends_q == cu_q, f"cu_seqlens_q is the running sum of query lengths, not {ends_q}"
+    rule = "cu_seqlens_k is the running sum of cache_seqlens_int32"
+    assert ends_k == [0, keys[0], sum(keys)], f"{rule}, not {ends_k}"
     assert metadata.geometry.max_q_len == longest, LONGEST
     # Width: (22 + 3) tokens in pages of 4. Pages of 9 … 12 keys: three, of 8: two.
     second = [4, 12] if keys[1] == 8 else [4, 12, 1]
-    assert metadata.page_table.tolist() == [
-        [7, 2, 11, 0, 0, 0, 0],
-        second + [0] * (7 - len(second)),
-    ]
+    pages = [[7, 2, 11, 0, 0, 0, 0], second + [0] * (7 - len(second))]
+    table = metadata.page_table.tolist()
+    assert table == pages, f"page_table has the pages of a request's keys, then zeros, not {table}"
     tensors = (metadata.cache_seqlens_int32, metadata.cu_seqlens_q, metadata.cu_seqlens_k)
-    assert {t.dtype for t in (*tensors, metadata.page_table)} == {torch.int32}
+    dtypes = {t.dtype for t in (*tensors, metadata.page_table)}
+    assert dtypes == {torch.int32}, f"lengths and page tables are int32, not {dtypes}"
 
 
 @pytest.mark.parametrize(
@@ -152,11 +156,17 @@ def test_mla_v1_pads_queries_and_lengths_to_the_longest() -> None:
     metadata = plan(
         toy_backend(TRTLLMMLABackend), ForwardMode.DRAFT_EXTEND, [9, 8], 5, spec_info=spec
     )
-    assert metadata.cache_seqlens_int32.tolist() == [9 - 1 + 3, 8]
-    assert metadata.cu_seqlens_q.tolist() == [0, 1, 4]
-    assert metadata.pad_rows.tolist() == [0, 0, 0, 1, 2, 3]
-    assert metadata.unpad_rows.tolist() == [0, 3, 4, 5, 6]
-    assert metadata.page_table[0].tolist() == [7, 2, 11, 0, 0, 0, 0]
+    seqlens, ends = metadata.cache_seqlens_int32.tolist(), metadata.cu_seqlens_q.tolist()
+    padded, found = metadata.pad_rows.tolist(), metadata.unpad_rows.tolist()
+    rule = "cache_seqlens_int32 is seq_lens - accepted tokens + max_q_len"
+    assert seqlens == [9 - 1 + 3, 8], f"{rule}, not {seqlens}"
+    assert ends == [0, 1, 4], f"cu_seqlens_q counts the accepted tokens, unpadded, not {ends}"
+    rule = "pad_rows repeats each request's own last query to max_q_len"
+    assert padded == [0, 0, 0, 1, 2, 3], f"{rule}, not {padded}"
+    rule = "unpad_rows finds each query among padded ones, and the zero row behind the last"
+    assert found == [0, 3, 4, 5, 6], f"{rule}, not {found}"
+    row = metadata.page_table[0].tolist()
+    assert row == [7, 2, 11, 0, 0, 0, 0], f"page_table has the pages of padded keys, not {row}"
 
 
 def test_table_width_covers_the_round_of_draft_tokens_and_the_kernels_multiple() -> None:
@@ -176,14 +186,21 @@ def test_swa_pages_and_write_locations_are_translated_at_planning() -> None:
     metadata = planner.forward_metadata
     assert metadata is not None
     # Page p lives in 5 p mod 17: 7 -> 1, 2 -> 10, 11 -> 4; 4 -> 3, 12 -> 9, 1 -> 5.
-    assert metadata.page_table[:, :3].tolist() == [[7, 2, 11], [4, 12, 1]]
-    assert metadata.swa_page_table is not None
-    assert metadata.swa_page_table.dtype == torch.int32
-    assert metadata.swa_page_table.tolist() == [[1, 10, 4, 0, 0, 0, 0], [3, 9, 5, 0, 0, 0, 0]]
+    full = metadata.page_table[:, :3].tolist()
+    rule = "page_table has the pages of the full pool"
+    assert full == [[7, 2, 11], [4, 12, 1]], f"{rule}, not {full}"
+    assert metadata.swa_page_table is not None, "a plan on an SWA pool has a swa_page_table"
+    dtype = metadata.swa_page_table.dtype
+    assert dtype == torch.int32, f"swa_page_table is int32, not {dtype}"
+    pages = metadata.swa_page_table.tolist()
+    rule = "swa_page_table has the SWA pages of live pages, then zeros"
+    assert pages == [[1, 10, 4, 0, 0, 0, 0], [3, 9, 5, 0, 0, 0, 0]], f"{rule}, not {pages}"
     wanted = [4 * PAGE + 1, 4 * PAGE + 2, 4 * PAGE + 3, 5 * PAGE, 5 * PAGE + 1, 5 * PAGE + 2]
     hybrid.full_to_swa_index_mapping.zero_()
-    assert metadata.swa_out_cache_loc is not None
-    assert metadata.swa_out_cache_loc.tolist() == wanted
+    assert metadata.swa_out_cache_loc is not None, "a plan on an SWA pool has a swa_out_cache_loc"
+    found = metadata.swa_out_cache_loc.tolist()
+    rule = "swa_out_cache_loc is what full_to_swa_index_mapping said at planning"
+    assert found == wanted, f"{rule}, not {found}"
 
 
 def test_each_draft_step_has_its_own_swa_write_locations() -> None:
@@ -203,8 +220,10 @@ def test_a_plain_pool_is_never_translated() -> None:
 
 def test_packed_mask_bits() -> None:
     mask = packed_causal_mask(2, 3, "cpu")
-    assert mask.dtype == torch.uint16
-    assert mask.to(torch.int32).tolist() == [[[1, 0], [3, 0], [7, 0]]] * 2
+    assert mask.dtype == torch.uint16, f"packed_causal_mask is uint16, not {mask.dtype}"
+    bits = mask.to(torch.int32).tolist()
+    rule = "query i of packed_causal_mask sees keys 0 to i, its own too, in as many low bits"
+    assert bits == [[[1, 0], [3, 0], [7, 0]]] * 2, f"{rule}, not {bits}"
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.TARGET_VERIFY, ForwardMode.DECODE], ids=phase_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -112,16 +113,20 @@ CAPTURE_ERRORS: dict[str, tuple[ForwardMode, int, dict[str, Any], type[Exception
 def test_what_a_capture_refuses(
     mode: ForwardMode, bs: int, carried: dict[str, Any], error: type[Exception], text: str
 ) -> None:
+    graphs, rule = CapturedPlans(), f"a capture of {bs} {mode.name} requests is refused: {text}"
     with pytest.raises(error, match=text):
-        CapturedPlans().out_graph(mode, bs, in_capture=True, **carried)
+        pytest.fail(f"{rule}, not {graphs.out_graph(mode, bs, True, **carried).geometry}")
 
 
 def test_what_captured_planning_refuses() -> None:
     graphs, verify = CapturedPlans(), ForwardMode.TARGET_VERIFY
     graphs.out_graph(verify, 2, in_capture=True)
     graphs.out_graph(ForwardMode.DECODE, 4, in_capture=True)
-    with pytest.raises(CapacityError, match=r"bs = 3 .* captured TARGET_VERIFY buckets \[2\]"):
+    with pytest.raises(CapacityError) as refused:
         graphs.out_graph(verify, 3)
+    rule = "a bucket that was not captured is refused with those of its own mode"
+    named = re.search(r"bs = 3 .* captured TARGET_VERIFY buckets \[2\]", str(refused.value))
+    assert named, f"{rule}, [2], not {refused.value}"
     unallocated = toy_backend()
     batch = batch_for(unallocated, verify, [9], 3)
     with pytest.raises(ContractError, match="call init_cuda_graph_state first"):
@@ -177,6 +182,9 @@ def test_forward_follows_the_plan_of_its_mode() -> None:
     with pytest.raises(ContractError, match="none: plan it first"):
         planner.forward_decode(q, q[:, :2], q[:, :2], None, batch)  # type: ignore[arg-type]
     plan(planner, ForwardMode.TARGET_VERIFY, [9, 8], 6)
+    rule = "a DECODE forward is refused on the metadata of another mode"
+    with pytest.raises(ContractError, match=r"'DECODE' .* the planned one, TARGET_VERIFY"):
+        pytest.fail(f"{rule}, {planner.planned(batch).geometry.forward_mode.name}")
     with pytest.raises(ContractError, match=r"'DECODE' .* the planned one, TARGET_VERIFY"):
         planner.forward_decode(q, q[:, :2], q[:, :2], None, batch)  # type: ignore[arg-type]
 

@@ -123,12 +123,15 @@ def test_fp8_cache_with_scales(capability: Any) -> None:
     batch, inputs = scene.batch(VERIFY, (3, 3)), scene.inputs(6)
     obtained = scene.run(batch, inputs, mha_layer(k_scale=0.5, v_scale=2.0))
     written = scene.pool.v_buffer[0][batch.out_cache_loc]
-    assert torch.equal(written.float(), quantize(inputs["v"], 2.0, fp8).float())
+    stored = torch.equal(written.float(), quantize(inputs["v"], 2.0, fp8).float())
+    assert stored, "an FP8 cache holds values divided by v_scale"
     scene.pool.k_buffer = [scene.pool.k_buffer[0].float() * 0.5]
     scene.pool.v_buffer = [scene.pool.v_buffer[0].float() * 2.0]
     if capability.casts_query_to_kv_dtype:
         inputs["q"] = inputs["q"].to(fp8).float()
-    torch.testing.assert_close(obtained, scene.expected(inputs, (3, 3)))
+    rule = "cached FP8 keys are read times k_scale, and values times v_scale"
+    expected = scene.expected(inputs, (3, 3))
+    torch.testing.assert_close(obtained, expected, msg=lambda found: f"{rule}: {found}")
 
 
 def test_scales_of_an_unscaled_cache_are_not_applied() -> None:

@@ -37,30 +37,40 @@ def test_fp8_latents_carry_the_keys_scale(capability: Any) -> None:
     batch, inputs = scene.batch(VERIFY, (3, 3)), scene.inputs(6)
     obtained = scene.run(batch, inputs, mla_layer(k_scale=0.5, v_scale=7.0))
     written = scene.pool.kv_buffer[0][batch.out_cache_loc, :RANK]
-    assert torch.equal(written.float(), quantize(inputs["k"][:, 0], 0.5, fp8).float())
+    stored = torch.equal(written.float(), quantize(inputs["k"][:, 0], 0.5, fp8).float())
+    assert stored, "an FP8 cache holds latents divided by k_scale"
     scene.pool.kv_buffer = [scene.pool.kv_buffer[0].float() * 0.5]
     if capability.casts_query_to_kv_dtype:
         inputs = {name: part.to(fp8).float() for name, part in inputs.items()}
-    torch.testing.assert_close(obtained, scene.expected(inputs, (3, 3)))
+    rule = "cached FP8 latents are read times k_scale, as keys and as values"
+    expected = scene.expected(inputs, (3, 3))
+    torch.testing.assert_close(obtained, expected, msg=lambda found: f"{rule}: {found}")
 
 
 def test_the_mask_is_allocated_with_the_graphs() -> None:
     backend = MLAScene().backend
-    assert backend.verify_mask is None
+    assert backend.verify_mask is None, "no verify_mask before init_cuda_graph_state"
     backend.init_cuda_graph_state(4, 12)
     mask = backend.verify_mask
-    assert mask is not None
-    assert mask.buffer is backend.cuda_graph_custom_mask
-    assert (mask.buffer.dtype, mask.buffer.shape) == (torch.bool, (12 * (CONTEXT + DRAFTS),))
+    assert mask is not None, "init_cuda_graph_state allocates verify_mask, not None"
+    own = mask.buffer is backend.cuda_graph_custom_mask
+    assert own, "verify_mask.buffer is cuda_graph_custom_mask"
+    dtype, size = mask.buffer.dtype, mask.buffer.shape
+    assert dtype == torch.bool, f"verify_mask.buffer is bool, not {dtype}"
+    rule = "verify_mask.buffer has max_num_tokens * (max_context_len + num_draft_tokens) elements"
+    assert size == (12 * (CONTEXT + DRAFTS),), f"{rule}, 12 * ({CONTEXT} + {DRAFTS}), not {size}"
     assert mask.max_bs == 4, "max_bs of the verify mask counts requests, not their draft tokens"
-    assert mask.mode is TreeMaskMode.FULL_MASK
+    assert mask.mode is TreeMaskMode.FULL_MASK, f"verify_mask.mode is FULL_MASK, not {mask.mode}"
     # A second runner that fits leaves the buffer where the first one's graphs read it.
     backend.init_cuda_graph_state(2, 6)
-    assert vars(backend.verify_mask) == vars(mask)
-    assert backend.verify_mask.buffer is mask.buffer
+    kept = "init_cuda_graph_state of a smaller runner keeps verify_mask, which graphs read"
+    assert vars(backend.verify_mask) == vars(mask), kept
+    assert backend.verify_mask.buffer is mask.buffer, kept
     backend.init_cuda_graph_state(8, 24)
-    assert backend.verify_mask.buffer.numel() == 24 * (CONTEXT + DRAFTS)
-    assert backend.verify_mask.max_bs == 8
+    numel, max_bs = backend.verify_mask.buffer.numel(), backend.verify_mask.max_bs
+    rule = "verify_mask.buffer grows with a larger runner"
+    assert numel == 24 * (CONTEXT + DRAFTS), f"{rule} to 24 * ({CONTEXT} + {DRAFTS}), not {numel}"
+    assert max_bs == 8, f"max_bs of verify_mask grows with a larger runner to 8, not {max_bs}"
 
 
 @pytest.mark.parametrize("changes", [{"num_draft_tokens": 0}, {"skip_prefill": True}], ids=str)

@@ -37,6 +37,7 @@ KINDS = (
 )
 # Step-major: where tokens 7, 8, 9 of row 1 and 4, 5, 6 of row 3 go.
 LOCS = torch.stack((slots(1, 7, 10), slots(3, 4, 7)), 1).flatten()
+LENGTHS = "cache_seqlens_int32 of draft step i is seq_lens + i + 1"
 
 
 def backend(kind: type[PagedMultiStepDraftBackend], **changes: Any) -> PagedMultiStepDraftBackend:
@@ -71,8 +72,10 @@ def test_a_smaller_runners_state_leaves_room_for_the_first_ones(kind: Any) -> No
         told = "init_cuda_graph_state of a smaller runner keeps the buffers that graphs read"
         pytest.fail(f"{told}: {error}")
     multi_step.init_forward_metadata_in_graph(batch)
-    planned = [step.forward_metadata for step in multi_step.attn_backends]
-    assert [m.cache_seqlens_int32.tolist() for m in planned] == [[8, 5], [9, 6], [10, 7]]
+    lengths = [
+        step.forward_metadata.cache_seqlens_int32.tolist() for step in multi_step.attn_backends
+    ]
+    assert lengths == [[8, 5], [9, 6], [10, 7]], f"{LENGTHS}, not {lengths}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,16 +91,22 @@ def test_each_step_sees_one_more_key(kind: Any, is_graph: bool) -> None:
     else:
         multi_step.init_forward_metadata(batch)
     planned = [step.forward_metadata for step in multi_step.attn_backends]
-    assert [m.cache_seqlens_int32.tolist() for m in planned] == [[8, 5], [9, 6], [10, 7]]
+    lengths = [m.cache_seqlens_int32.tolist() for m in planned]
+    assert lengths == [[8, 5], [9, 6], [10, 7]], f"{LENGTHS}, not {lengths}"
     # Token 8 of row 1 opens its third page; captured steps read the last one's table.
     tables = [m.page_table[0, :4].tolist() for m in planned]
     rule = "phases that share a page table find the pages of num_table_keys in it, not of their own"
     assert not is_graph or tables == [[7, 2, 11, 0]] * 3, rule
-    assert is_graph or tables == [[7, 2, 0, 0], [7, 2, 11, 0], [7, 2, 11, 0]]
-    assert {m.cu_seqlens_q.tolist()[-1] for m in planned} == {2}
+    rule = "page_table of an eager draft step has the pages of its own keys"
+    assert is_graph or tables == [[7, 2, 0, 0], [7, 2, 11, 0], [7, 2, 11, 0]], f"{rule}: {tables}"
+    totals = {m.cu_seqlens_q.tolist()[-1] for m in planned}
+    assert totals == {2}, f"a draft step has one query per request, 2 and not {totals}"
     # (22 + 4) tokens in pages of 4.
-    assert {m.page_table.shape for m in planned} == {(2, 7)}
-    assert batch.seq_lens.tolist() == [7, 4]
+    sizes = {m.page_table.shape for m in planned}
+    rule = "page_table has columns for max_context_len and a round's draft tokens"
+    assert sizes == {(2, 7)}, f"{rule}, (2, 7) and not {sizes}"
+    kept = batch.seq_lens.tolist()
+    assert kept == [7, 4], f"planning leaves seq_lens of the batch as they were, not {kept}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,10 +117,14 @@ def test_captured_steps_read_one_table_as_far_as_the_last_sees(kind: Any) -> Non
     multi_step.init_forward_metadata_out_graph(batch, in_capture=True)
     multi_step.init_forward_metadata_in_graph(batch)
     planned = [step.forward_metadata for step in multi_step.attn_backends]
-    assert len({m.page_table.data_ptr() for m in planned}) == 1
+    tables = {m.page_table.data_ptr() for m in planned}
+    assert len(tables) == 1, f"captured draft steps share one page_table, not {len(tables)}"
     # The last step's ninth token opens the third page of row 1, its seventh fills none of row 3's.
-    assert planned[0].page_table[:, :4].tolist() == [[7, 2, 11, 0], [4, 12, 0, 0]]
-    assert [m.geometry.table_offset for m in planned] == [3, 3, 3]
+    pages = planned[0].page_table[:, :4].tolist()
+    rule = "page_table of captured draft steps has the pages of the last step's keys"
+    assert pages == [[7, 2, 11, 0], [4, 12, 0, 0]], f"{rule}, not {pages}"
+    offsets = [m.geometry.table_offset for m in planned]
+    assert offsets == [3, 3, 3], f"table_offset of each step is the last step's, 3, not {offsets}"
     # Room that suffices stays where it is; where it does not, later captures get their own.
     multi_step.init_cuda_graph_state(2, 2)
     multi_step.init_forward_metadata_out_graph(batch, in_capture=True)
@@ -121,7 +134,8 @@ def test_captured_steps_read_one_table_as_far_as_the_last_sees(kind: Any) -> Non
     multi_step.init_cuda_graph_state(8, 8)
     multi_step.init_forward_metadata_out_graph(batch, in_capture=True)
     again = multi_step.attn_backends[0].forward_metadata
-    assert again.page_table.data_ptr() != planned[0].page_table.data_ptr()
+    moved = again.page_table.data_ptr() != planned[0].page_table.data_ptr()
+    assert moved, "init_cuda_graph_state of a larger runner allocates another page_table"
 
 
 def test_each_step_translates_its_own_write_locations() -> None:
@@ -202,6 +216,9 @@ def test_its_steps_serve_drafts_only(kind: Any) -> None:
 
 def test_one_write_location_per_step_and_request() -> None:
     multi_step = backend(TRTLLMMLAMultiStepDraftBackend)
+    own = multi_step._step_batch(draft_batch(multi_step), 1).out_cache_loc.tolist()
+    rule = "out_cache_loc of a draft is step-major: step i has rows i * bs to (i + 1) * bs"
+    assert own == LOCS[2:4].tolist(), f"{rule}, not {own}"
     batch = draft_batch(multi_step).with_changes(out_cache_loc=LOCS[:4])
     with pytest.raises(ContractError, match=r"out_cache_loc rows = 4 .* multiple of 3"):
         multi_step.init_forward_metadata(batch)

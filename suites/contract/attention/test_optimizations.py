@@ -100,13 +100,16 @@ def test_the_baseline_gives_the_same_answers(
 
 def test_lengths_are_copied_only_where_a_backend_reads_them() -> None:
     free = (*BACKENDS[:2], TRTLLMMLAMultiStepDraftBackend, TRTLLMHAAttnMultiStepDraftBackend)
-    assert [kind.needs_cpu_seq_lens for kind in free] == [False] * 4
-    assert AttentionBackend.needs_cpu_seq_lens is True
+    needing = [kind.__name__ for kind in free if kind.needs_cpu_seq_lens is not False]
+    assert not needing, f"needs_cpu_seq_lens is False of backends that read none: not {needing}"
+    base = AttentionBackend.needs_cpu_seq_lens
+    assert base is True, f"needs_cpu_seq_lens of a backend that says nothing is True, not {base}"
     needs: Any = baselines.HostLengthsMLABackend
+    rule = "decide_needs_cpu_seq_lens is True where any backend needs them, else False"
     for order in ([needs, *free], [*free, needs]):
-        assert decide_needs_cpu_seq_lens(order) is True  # type: ignore[arg-type]
-    assert decide_needs_cpu_seq_lens(free) is False  # type: ignore[arg-type]
-    assert decide_needs_cpu_seq_lens([]) is False
+        assert decide_needs_cpu_seq_lens(order) is True, rule  # type: ignore[arg-type]
+    assert decide_needs_cpu_seq_lens(free) is False, rule  # type: ignore[arg-type]
+    assert decide_needs_cpu_seq_lens([]) is False, rule
 
 
 @pytest.mark.parametrize("mode", [Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND, Mode.DECODE])

@@ -73,13 +73,18 @@ def test_every_phase_equals_dense_and_pads_with_zeros(
     # The keys were written before attention, at the batch's locations.
     own, other = ("k", "v") if scene_of is MHAScene else ("k", "k_rope")
     new = torch.cat((inputs[own], inputs[other]), -1)[:tokens]
-    assert torch.equal(written(scene, batch.out_cache_loc), new)
-    assert written(scene, torch.arange(scene.pool.num_pages * 4)).isfinite().all()
-    torch.testing.assert_close(obtained[:tokens], scene.expected(inputs, q_lens))
+    stored = torch.equal(written(scene, batch.out_cache_loc), new)
+    assert stored, "a forward writes its keys, values or latents to out_cache_loc"
+    finite = written(scene, torch.arange(scene.pool.num_pages * 4)).isfinite().all()
+    assert finite, "keys of padding rows are written nowhere: they are NaN"
+    rule = "a query attends to its own request's tokens up to itself"
+    expected = scene.expected(inputs, q_lens)
+    torch.testing.assert_close(obtained[:tokens], expected, msg=lambda found: f"{rule}: {found}")
     width = scene.layer.tp_q_head_num * scene.layer.v_head_dim
     zeros = torch.zeros(padding, width)
     assert torch.equal(obtained[tokens:], zeros), "rows of padding after the last query are zero"
-    assert scene.kernel.calls == [mha_entry if scene_of is MHAScene else mla_entry]
+    entry, calls = mha_entry if scene_of is MHAScene else mla_entry, scene.kernel.calls
+    assert calls == [entry], f"{mode.name} runs on the {entry} kernel, once, not on {calls}"
 
 
 @pytest.mark.parametrize(("mode", "q_lens"), [row[:2] for row in PHASES[1:]], ids=phase_id)

@@ -84,15 +84,20 @@ def test_only_calls_of_one_eager_forward_say_that_they_belong_together(
         return list(seen)
 
     first, second = layers(plan=True), layers(plan=True)
-    assert first[0] is first[1] is not None
-    assert second[0] is second[1] is not None
-    assert first[0] is not second[0]
+    rule = "calls of one eager forward have one object as their forward"
+    assert first[0] is first[1] is not None, f"{rule}, not {first}"
+    assert second[0] is second[1] is not None, f"{rule}, not {second}"
+    told = "calls of two eager forwards have two objects as their forward: a kernel plans anew"
+    assert first[0] is not second[0], f"{told}, not twice {first[0]}"
     backend.init_forward_metadata_in_graph(batch)  # fills the same tensors again
-    assert layers(plan=False) == [None, None]
+    rule = "forward of a context call is None where a graph's metadata is filled again"
+    refilled = layers(plan=False)
+    assert refilled == [None, None], f"{rule}, not {refilled}"
     backend.init_forward_metadata(batch)
     backend.init_cuda_graph_state(4, 12)
     backend.init_forward_metadata_out_graph(batch, in_capture=True)
-    assert layers(plan=False) == [None, None]
+    captured = layers(plan=False)
+    assert captured == [None, None], f"{rule}, not {captured}"
 
 
 @pytest.mark.parametrize("scene_of", [MHAScene, MLAScene])
