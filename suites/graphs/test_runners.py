@@ -167,27 +167,25 @@ def test_prepare_runs_before_the_draft_tokens_are_known() -> None:
 def test_seq_lens_cpu_is_padded_where_it_is_carried_and_not_missed_where_not() -> None:
     runner = make(capture_bs=(2, 4, 7))  # three fill neither their bucket nor the largest
     runner.replay(verify(5, 9, 7))
-    carried = runner.attn_backend.plans[-1].seq_lens_cpu
-    absent = "a replay has no seq_lens_cpu where its batch has none"
-    assert carried is None, f"{absent}, not {carried}"
+    kept = runner.attn_backend.plans[-1].seq_lens_cpu
+    assert kept is None, f"a batch without seq_lens_cpu is planned without, not with {kept}"
     lens = torch.tensor([5, 9, 7])
     batch = verify(5, 9, 7, seq_lens_cpu=lens, seq_lens_sum=21, extend_seq_lens_cpu=[3, 3, 3])
     runner.replay(batch)
     planned = runner.attn_backend.plans[-1]
-    assert planned.seq_lens_cpu is not None, "a replay has seq_lens_cpu where its batch has them"
+    assert planned.seq_lens_cpu is not None, "a batch with seq_lens_cpu is planned with it"
     told = "a replay's host lengths are as many as its bucket has requests"
     assert planned.seq_lens_cpu.tolist() == [5, 9, 7, 2], told
-    total, on_device = planned.seq_lens_sum, int(runner.buffers["seq_lens"][:4].sum())
-    told = "seq_lens_sum of a replay counts padded requests too, as seq_lens on the device"
-    assert total == on_device == 23, f"{told}: 23, not {total} and {on_device}"
-    taken = planned.extend_seq_lens_cpu
-    told = "extend_seq_lens_cpu of a replay is as long as its bucket"
-    assert taken == [3, 3, 3, 3], f"{told}, not {taken}"
-    kept = batch.seq_lens_sum, batch.extend_seq_lens_cpu
-    assert kept == (21, [3, 3, 3]), f"a replay pads a copy of its batch's host lengths, not {kept}"
+    told = f"seq_lens_sum counts padded requests, too: 23, not {planned.seq_lens_sum}"
+    assert planned.seq_lens_sum == int(runner.buffers["seq_lens"][:4].sum()) == 23, told
+    rows = planned.extend_seq_lens_cpu
+    assert rows == [3, 3, 3, 3], f"extend_seq_lens_cpu counts a padded request's rows: {rows}"
+    told = "a replay pads copies: the batch's own host lengths are as before"
+    assert (batch.seq_lens_sum, batch.extend_seq_lens_cpu) == (21, [3, 3, 3]), told
     runner.replay(verify(5, 9, 7))
-    carried = runner.attn_backend.plans[-1].seq_lens_cpu
-    assert carried is None, f"{absent}, not {carried}"
+    kept = runner.attn_backend.plans[-1].seq_lens_cpu
+    told = f"a batch without seq_lens_cpu is planned without, not with {kept} of the batch before"
+    assert kept is None, told
 
 
 def test_a_backend_that_reads_host_lengths_has_them_at_capture() -> None:

@@ -131,9 +131,12 @@ def test_host_lengths_count_the_rows_of_padded_requests(
     )
     runner.replay(batch)
     planned, on_device = runner.attn_backend.plans[-1], runner.buffers["seq_lens"]
-    assert planned.extend_seq_lens_cpu == taken
-    assert planned.seq_lens_cpu.tolist() == on_device.tolist()
-    assert planned.seq_lens_sum == on_device.sum()
+    lens = planned.extend_seq_lens_cpu
+    assert lens == taken, f"extend_seq_lens_cpu counts a padded request's rows, {taken}, not {lens}"
+    lens, due = planned.seq_lens_cpu.tolist(), on_device.tolist()
+    assert lens == due, f"seq_lens_cpu of a padded bucket is seq_lens, {due}, not {lens}"
+    told = f"seq_lens_sum counts padded requests, too, {due}, and is not {planned.seq_lens_sum}"
+    assert planned.seq_lens_sum == on_device.sum(), told
 
 
 def test_v2_keeps_uniform_rows_and_computes_no_topk() -> None:
@@ -177,12 +180,20 @@ def test_the_host_knows_padded_accept_lengths_where_the_batch_did(
     kept = "a replay pads a copy: the batch's own num_accept_tokens_cpu is as long as before"
     assert batch.spec_info.num_accept_tokens_cpu == [1, 3, 2], kept
     planned = runner.attn_backend.plans[-1].spec_info
+    count = len(planned.num_accept_tokens_cpu)
+    assert count == 4, f"num_accept_tokens_cpu counts the 4 requests of the bucket, not {count}"
     told = "a padded request has accepted on the host what it has accepted on the device"
     assert planned.num_accept_tokens_cpu == [1, 3, 2, padded], told
-    assert planned.num_tokens_per_req == WIDTH
-    assert planned.num_accept_tokens.data_ptr() == runner.buffers["num_accept_tokens"].data_ptr()
+    width = planned.num_tokens_per_req
+    assert width == WIDTH, f"num_tokens_per_req of a plan is the graph's, {WIDTH}, not {width}"
+    told = "a plan reads num_accept_tokens of the graph's static buffer"
+    address = runner.buffers["num_accept_tokens"].data_ptr()
+    assert planned.num_accept_tokens.data_ptr() == address, told
     runner.replay(extend_batch(mode, [19, 16, 18], [1, 3, 2]))
-    assert runner.attn_backend.plans[-1].spec_info.num_accept_tokens_cpu is None
+    lens = runner.attn_backend.plans[-1].spec_info.num_accept_tokens_cpu
+    assert lens is None, (
+        f"a batch without num_accept_tokens_cpu is planned without, not with {lens}"
+    )
 
 
 @pytest.mark.parametrize(

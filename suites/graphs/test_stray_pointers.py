@@ -35,8 +35,13 @@ def test_the_end_of_a_view_is_that_of_its_memory() -> None:
     end = LAST.data_ptr() + LAST.untyped_storage().nbytes()
     launch = Launch("kernel", lambda *_: None, (LAST[:3],), {})
     _refuse_stray(launch, "load", np.array([end - 4]), 4)
-    with pytest.raises(ContractError, match=r"loads 6 bytes past the end of int32\[3\]"):
+    with pytest.raises(ContractError) as refused:
         _refuse_stray(launch, "load", np.array([end + 2]), 4)
+    told = str(refused.value)
+    rule = (
+        "a stray access is told as so many bytes past a view's storage, here 6, not past the view"
+    )
+    assert "loads 6 bytes past the end of int32[3]" in told, f"{rule}: {told}"
 
 
 def test_an_access_that_begins_inside_ends_inside() -> None:

@@ -33,10 +33,11 @@ class Pair:
 
 def test_a_graph_is_of_the_device_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(factory, "CudaGraph", asked.append)
+    monkeypatch.setattr(factory, "CudaGraph", lambda *given: asked.extend(given))
     factory.new_graph("cuda:1")()
-    assert asked == ["cuda:1"], "of several GPUs"
-    assert factory.new_graph("cpu") is Tape
+    told = f"a graph asked for on cuda:1 is captured there, not on {asked or 'the current GPU'}"
+    assert asked == ["cuda:1"], told
+    assert factory.new_graph("cpu") is Tape, "a graph of the CPU is a tape"
 
 
 def test_a_functional_result_is_written_where_the_capture_left_it() -> None:

@@ -39,17 +39,26 @@ def test_one_chain(name: str) -> None:
     verdict = verify_greedy(torch.tensor([chain]), logits_for([choices]))
     said = "a chain is accepted up to its first draft token that the target does not predict"
     assert verdict.accept_lens.tolist() == [length], said
-    assert verdict.accept_lens.dtype == torch.int32
-    assert verdict.predicted.tolist() == [choices]
-    assert verdict.emitted.tolist() == [[i < length for i in range(4)]]
-    assert verdict.bonus.tolist() == [bonus]
+    dtype = verdict.accept_lens.dtype
+    assert dtype == torch.int32, f"accept_lens are int32, not {dtype}"
+    found = verdict.predicted.tolist()
+    assert found == [choices], f"predictions are the target's argmax, {choices}, not {found}"
+    said = f"the first accept_len = {length} predictions are emitted: {verdict.emitted.tolist()}"
+    assert verdict.emitted.tolist() == [[i < length for i in range(4)]], said
+    found = verdict.bonus.tolist()
+    said = "the bonus is the target's prediction after the last accepted token"
+    assert found == [bonus], f"{said}, {bonus}, not {found}"
 
 
 def test_a_batch_is_its_chains() -> None:
     chains, choices, lengths, bonuses = zip(*VERDICTS.values(), strict=True)
     verdict = verify_greedy(torch.tensor(chains), logits_for(list(choices)))
-    assert verdict.accept_lens.tolist() == list(lengths)
-    assert verdict.bonus.tolist() == list(bonuses)
+    found = verdict.accept_lens.tolist()
+    said = "each chain of a batch is accepted up to its first draft token that is not predicted"
+    assert found == list(lengths), f"{said}: accept_lens {lengths}, not {found}"
+    found = verdict.bonus.tolist()
+    said = "the bonus is the target's prediction after the last accepted token of each chain"
+    assert found == list(bonuses), f"{said}: {bonuses}, not {found}"
 
 
 SIZES = ((1, 16), (9, 2), (17, 5), (64, 16))
@@ -121,7 +130,13 @@ def test_the_mask_by_hand() -> None:
     expected = [cell == "x" for cell in rows.replace(" ", "")]
     buffer = torch.zeros(30, dtype=torch.bool)
     fill_full_mask(buffer, torch.tensor([2, 0]), 3)
-    assert buffer[:24].tolist() == expected
+    first, second = buffer[:15].view(3, 5), buffer[15:24].view(3, 3)
+    assert first[:, :2].all(), "every draft token attends to the whole history"
+    for drafts in (first[:, 2:], second):
+        assert drafts.diagonal().all(), "every draft token attends to itself"
+    said = "a draft token attends to the history, itself and the drafts before it"
+    found = "".join(".x"[cell] for cell in buffer[:24].tolist())
+    assert buffer[:24].tolist() == expected, f"{said}: {rows.replace(' ', '')}, not {found}"
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
@@ -188,5 +203,8 @@ def test_a_wrong_buffer_is_refused(
 
 def test_the_row_of_each_requests_last_token() -> None:
     lens = torch.tensor([2, 4, 1], dtype=torch.int32)
-    assert last_uniform_rows(lens, 4).tolist() == [1, 7, 8]
-    assert last_ragged_rows(lens).tolist() == [1, 5, 6]
+    said = f"the row of the last accepted token, of accept_lens {lens.tolist()}"
+    found = last_uniform_rows(lens, 4).tolist()
+    assert found == [1, 7, 8], f"{said} in v2's uniform rows of 4, is [1, 7, 8], not {found}"
+    found = last_ragged_rows(lens).tolist()
+    assert found == [1, 5, 6], f"{said} in v1's ragged rows, is [1, 5, 6], not {found}"

@@ -48,10 +48,12 @@ def test_reserving_takes_whole_pages(tokens: int, pages: int) -> None:
     slots = table()
     lease = slots.open()
     slots.reserve(lease, tokens)
-    assert len(lease.pages) == pages
-    assert slots.allocated(lease) == pages * PAGE
-    assert slots.allocator.available_pages == 7 - pages
-    assert lease.committed == 0
+    held_pages, free = len(lease.pages), slots.allocator.available_pages
+    said = f"reserving {tokens} tokens takes ceil({tokens} / {PAGE}) = {pages} pages"
+    assert held_pages == pages, f"{said}, not {held_pages}"
+    assert slots.allocated(lease) == pages * PAGE, f"{said}, whose slots are all allocated"
+    assert free == 7 - pages, f"{said} of the pool's 7 and leaves {7 - pages} free, not {free}"
+    assert lease.committed == 0, f"what is reserved is not committed: {lease.committed} tokens"
 
 
 def test_rounds_grow_by_what_was_accepted_not_by_what_was_allocated() -> None:
@@ -109,9 +111,11 @@ def test_release_returns_the_pools_to_where_they_were() -> None:
         slots.commit(lease, tokens - 2)
     for lease in leases:
         slots.release(lease)
-    assert slots.allocator.available_pages == 7
-    assert slots.req_to_token_pool.available == 2
-    assert sorted(slots.allocator.alloc(7)) == list(range(1, 8))
+    pages, rows = slots.allocator.available_pages, slots.req_to_token_pool.available
+    assert pages == 7, f"all 7 pages of the pool are free after every release, not {pages}"
+    assert rows == 2, f"both rows of req_to_token are free after every release, not {rows}"
+    given = sorted(slots.allocator.alloc(7))
+    assert given == list(range(1, 8)), f"released pages are handed out once each: {given}"
 
 
 def test_a_released_lease_is_dead() -> None:
@@ -119,14 +123,21 @@ def test_a_released_lease_is_dead() -> None:
     lease = slots.open()
     slots.reserve(lease, 5)
     slots.release(lease)
-    for use in (
-        lambda: slots.release(lease),
-        lambda: slots.reserve(lease, 1),
-        lambda: slots.commit(lease, 0),
-    ):
-        with pytest.raises(ContractError, match="row 1 is released already"):
+    uses = {
+        "release": lambda: slots.release(lease),
+        "reserve": lambda: slots.reserve(lease, 1),
+        "commit": lambda: slots.commit(lease, 0),
+    }
+    for name, use in uses.items():
+        told = "nothing"
+        try:
             use()
-    assert slots.allocator.available_pages == 7
+        except ContractError as error:
+            told = str(error)
+        rule = f"{name} of a lease that is released already is refused as such"
+        assert "row 1 is released already" in told, f"{rule}, and told is: {told}"
+    free = slots.allocator.available_pages
+    assert free == 7, f"a refused use of a released lease leaves all 7 pages free, not {free}"
 
 
 def test_a_reservation_that_does_not_fit_changes_nothing() -> None:

@@ -55,13 +55,16 @@ def test_prefill_in_chunks_and_the_draft_one_token_behind(chunk_size: int | None
 
 def test_chunks_go_on_behind_what_is_cached() -> None:
     of_two = [*chunks([[*range(10)], [*range(20, 27)]], 3, [4, 0])]
-    assert [chunk.requests for chunk in of_two] == [[0, 1], [0, 1], [1]]
-    assert [chunk.starts for chunk in of_two] == [[4, 0], [7, 3], [6]]
-    assert [chunk.ids for chunk in of_two] == [
-        [[4, 5, 6], [20, 21, 22]],
-        [[7, 8, 9], [23, 24, 25]],
-        [[26]],
-    ]
+    found = [chunk.requests for chunk in of_two]
+    said = "a request is in a chunk as long as it has tokens left behind what is cached"
+    assert found == [[0, 1], [0, 1], [1]], f"{said}: {found}"
+    starts = [chunk.starts for chunk in of_two]
+    said = "each chunk starts where the one before ended, the first behind what is cached"
+    assert starts == [[4, 0], [7, 3], [6]], f"{said}: [[4, 0], [7, 3], [6]], not {starts}"
+    ids = [chunk.ids for chunk in of_two]
+    said = "a chunk has up to 3 tokens of each prompt, from its start"
+    due = [[[4, 5, 6], [20, 21, 22]], [[7, 8, 9], [23, 24, 25]], [[26]]]
+    assert ids == due, f"{said}: {due}, not {ids}"
 
 
 @pytest.mark.parametrize("chunk_size", [0, -3])

@@ -56,10 +56,14 @@ def test_as_many_run_as_may(make: Callable[..., ToyEngine], max_bs: int) -> None
     engine = make(max_bs=max_bs).engine
     requests = [engine.submit(prompt, NEW) for prompt in PROMPTS]
     engine.step()
-    assert engine.running == requests[:max_bs]
+    count, due = len(engine.running), min(max_bs, len(requests))
+    said = f"{due} of {len(requests)} requests run at once where max_bs = {max_bs}"
+    assert count == due, f"{said}, not {count}"
+    assert engine.running == requests[:max_bs], f"{said}, and these are the first that came"
     while not engine.idle:
         engine.step()
-        assert len(engine.running) <= max_bs
+        count = len(engine.running)
+        assert count <= max_bs, f"no more than max_bs = {max_bs} requests run at once, not {count}"
 
 
 def test_accept_lengths_do_not_depend_on_the_batch() -> None:
@@ -94,12 +98,19 @@ def test_a_retracted_request_gives_all_back_and_goes_on(
         toy.engine.step()
     held = [len(r.lease.pages) if r.lease else 0 for r in requests]
     toy.engine.retract(requests[victim])
-    assert toy.free == (free[0] - 2, free[1] - sum(held) + held[victim])
+    due = free[0] - 2, free[1] - sum(held) + held[victim]
+    said = "a retracted request gives back its row and its pages"
+    assert toy.free == due, f"{said}: {due} rows and pages are free, not {toy.free}"
     drain(toy, requests)
-    assert toy.free == free
+    said = "rows and pages are as free as before when all requests have ended"
+    assert toy.free == free, f"{said}: {free}, not {toy.free}"
     for place, request in enumerate(requests):
-        assert request.generation.token_ids == text(PROMPTS[place])
-        assert request.generation.prefills == 1 + (place == victim)
+        found, due = request.generation.token_ids, text(PROMPTS[place])
+        said = "a retracted request goes on behind the tokens that it has generated, others as ever"
+        assert found == due, f"{said}: {due}, not {found}"
+        count = request.generation.prefills
+        said = "a request is prefilled once, and once again after it was retracted"
+        assert count == 1 + (place == victim), f"{said}, not {count} times"
         assert_conserved(request.generation)
 
 
@@ -174,7 +185,11 @@ def test_a_prefill_that_fails_leaves_nothing_allocated(
 def test_a_round_has_room_for_its_draft_and_for_its_verify(
     steps: int, drafts: int, tokens: int
 ) -> None:
-    assert toy_engine(spec_config(steps, drafts)).worker.headroom == tokens
+    room = toy_engine(spec_config(steps, drafts)).worker.headroom
+    said = (
+        f"a round reserves max(num_steps = {steps}, num_draft_tokens = {drafts}) = {tokens} tokens"
+    )
+    assert room == tokens, f"{said}, not {room}"
 
 
 @EVERY
@@ -187,11 +202,13 @@ def test_an_aborted_request_leaves_the_others_alone(make: Callable[..., ToyEngin
         toy.engine.abort(request)
         toy.engine.abort(request)
     drain(toy, [requests[i] for i in (1, 2, 4)])
-    assert toy.free == free
-    assert [requests[i].generation.token_ids for i in (1, 2, 4)] == [
-        text(PROMPTS[i]) for i in (1, 2, 4)
-    ]
-    assert requests[3].generation.token_ids == []
+    said = "aborted requests give back their rows and pages"
+    assert toy.free == free, f"{said}: {free} are free, not {toy.free}"
+    found = [requests[i].generation.token_ids for i in (1, 2, 4)]
+    said = "requests that are not aborted generate their own text"
+    assert found == [text(PROMPTS[i]) for i in (1, 2, 4)], f"{said}: {found}"
+    found = requests[3].generation.token_ids
+    assert found == [], f"a request that is aborted while it waits is never generated: {found}"
 
 
 @pytest.mark.parametrize("count", range(1, 9))

@@ -127,17 +127,24 @@ def test_the_mask_is_filled_in_its_layout_and_the_backend_told_after_the_draft(
         for row in range(3)
         for column in range(history + 3)
     ]
-    assert mask[: len(seen)].tolist() == seen
-    assert not mask[len(seen) :].any()
+    said = f"a verify fills the backend's mask in its layout, {mode.name}"
+    assert mask.any(), f"{said}, and none of its elements is True"
+    columns = "history and drafts" if mode is TreeMaskMode.FULL_MASK else "drafts alone"
+    assert mask[: len(seen)].tolist() == seen, f"{said}: each row has columns of {columns}"
+    assert not mask[len(seen) :].any(), f"{said}, and nothing behind the batch's {len(seen)} cells"
     spec = verify.spec_info
     assert isinstance(spec, EagleVerifyInput)
-    assert spec.custom_mask is not None
-    assert spec.custom_mask.tolist() == mask.tolist()
-    assert verify.positions.tolist() == [7, 8, 9, 1, 2, 3]
-    assert toy.target.updates == [(verify.input_ids.tolist(), 2)]
-    assert [
-        request.tokens[len(prompt)] for request, prompt in zip(requests, prompts, strict=True)
-    ] == (verify.input_ids.view(2, 3)[:, 0].tolist())
+    assert spec.custom_mask is not None, "a verify has the mask that was filled for it"
+    assert spec.custom_mask.tolist() == mask.tolist(), "custom_mask is the backend's own buffer"
+    at = verify.positions.tolist()
+    assert at == [7, 8, 9, 1, 2, 3], f"positions of a verify count on from seq_lens [7, 1]: {at}"
+    due, told = [(verify.input_ids.tolist(), 2)], toy.target.updates
+    said = "update_verify_buffers_to_fill_after_draft is called once, with the drafted batch of 2"
+    assert told == due, f"{said}: {due}, not {told}"
+    bonus = [request.tokens[len(prompt)] for request, prompt in zip(requests, prompts, strict=True)]
+    chains = verify.input_ids.view(2, 3).tolist()
+    said = f"a chain begins with its request's first generated token, {bonus}: {chains}"
+    assert bonus == [chain[0] for chain in chains], said
 
 
 def test_a_batch_that_the_mask_does_not_fit_is_verified_without() -> None:

@@ -54,10 +54,15 @@ def test_a_graph_serves_what_it_holds_and_the_eager_phase_the_rest() -> None:
     for bs in (1, 3, 2):
         phase.prepare(batch_of(bs))
         served.append((bs, phase.run(batch_of(bs)), phase.graph_bs(batch_of(bs))))
-    assert served == [(1, "graph", 2), (3, "eager", None), (2, "graph", 2)]
-    assert runner.asked == ["prepare 1", "run 1", "prepare 2", "run 2"]
-    assert eager.asked == ["prepare 3", "run 3"]
-    assert phase.backend == "the eager phase's"
+    said = "batches of 1 and 2 replay the graph of 2, one of 3 runs eagerly and has graph_bs None"
+    due = [(1, "graph", 2), (3, "eager", None), (2, "graph", 2)]
+    assert served == due, f"{said}: (bs, served by, graph_bs) are {served}"
+    asked = runner.asked
+    said = "the runner prepares and runs the batches that fit"
+    assert asked == ["prepare 1", "run 1", "prepare 2", "run 2"], f"{said}: {asked}"
+    asked = eager.asked
+    assert asked == ["prepare 3", "run 3"], f"the eager phase prepares and runs the rest: {asked}"
+    assert phase.backend == "the eager phase's", "a phase's backend is the eager phase's"
 
 
 READERS = [(kind, each.name) for kind in (EaglePhases, TargetOnlyPhases) for each in fields(kind)]
@@ -70,6 +75,8 @@ def test_one_reader_of_host_lengths_is_enough(kind: Callable[..., Any], reader: 
     names = [name for each, name in READERS if each is kind]
     readers = {name: SimpleNamespace(needs_cpu_seq_lens=name == reader) for name in names}
     phases = kind(**{name: Noting(name, backend) for name, backend in readers.items()})
-    assert decide_needs_cpu_seq_lens(phases.backends())
+    said = f"seq_lens_cpu is kept where the backend of {reader} alone has needs_cpu_seq_lens"
+    assert decide_needs_cpu_seq_lens(phases.backends()), said
     readers[reader].needs_cpu_seq_lens = False
-    assert not decide_needs_cpu_seq_lens(phases.backends())
+    said = "no seq_lens_cpu is kept where no backend has needs_cpu_seq_lens"
+    assert not decide_needs_cpu_seq_lens(phases.backends()), said

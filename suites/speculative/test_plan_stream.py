@@ -104,7 +104,10 @@ def test_a_race_is_reported_by_name(race: Callable[[RecordedStreams], None]) -> 
     found = streams.hazards()
     false = [str(hazard) for hazard in found if hazard not in RACES[race]]
     assert not false, f"no race is reported where one operation waits for another: {false}"
-    assert found == RACES[race]
+    missed = [str(hazard) for hazard in RACES[race] if hazard not in found]
+    assert not missed, f"accesses that no wait puts in order are reported as races: missed {missed}"
+    said = "each race is reported once, in the order of its later operation"
+    assert found == RACES[race], f"{said}: {[str(hazard) for hazard in found]}"
 
 
 def test_a_hazard_reads_as_a_sentence() -> None:
@@ -245,9 +248,14 @@ def test_the_plan_runs_as_late_or_as_early_as_its_waits_allow(
     streams.main_waits()
     streams.main("verify", lambda: ran.append("verify"))
     streams.main_waits()
-    assert ran == order
+    said = "a plan runs once, before the main queue goes on from its wait for it"
+    assert ran.count("plan") == 1, f"{said}: {ran}"
+    said = "a plan runs as late, or as early, as its waits allow"
+    assert ran == order, f"{said}: {order}, not {ran}"
     if isinstance(streams, RecordedStreams):
-        assert streams.ran == order
+        assert streams.ran == order, (
+            f"ran records the order of the work: {order}, not {streams.ran}"
+        )
 
 
 class FakeStream:
@@ -298,11 +306,15 @@ def test_cuda_streams_wait_for_each_other_the_right_way_round(fakes: list[FakeSt
     main, plan, _ = fakes
     streams, ran = CudaStreams("cuda:0"), list[str]()
     streams.plan_waits()
-    assert (main.waited, plan.waited) == ([], ["main"])
+    said = "plan_waits makes the plan stream, and no other, wait for the main stream"
+    assert plan.waited == ["main"], f"{said}: it waits for {plan.waited}"
+    assert main.waited == [], f"{said}: the main stream waits for {main.waited}"
     streams.plan("plan", lambda: ran.append(current()))
-    assert streams.main("draft", current) == "main"
+    assert streams.main("draft", current) == "main", "forwards run on the main stream"
     streams.main_waits()
-    assert (main.waited, plan.waited) == (["plan"], ["main"])
+    said = "main_waits makes the main stream, and no other, wait for the plan stream"
+    assert main.waited == ["plan"], f"{said}: it waits for {main.waited}"
+    assert plan.waited == ["main"], f"{said}: the plan stream waits for {plan.waited}"
     assert ran == ["plan"], "plans run on the plan stream, not on the forward's"
 
 
@@ -313,7 +325,12 @@ def test_the_cuda_scheduler_waits_for_shared_reads_alone(fakes: list[FakeStream]
         streams.main(name, nothing, reads_ended=reads_ended)
         streams.schedule(f"after {name}", lambda: ran.append(current()), writes=TABLE)
     # An event lies before the first of the operations whose shared reads have ended.
-    assert scheduler.waited == ["main", *["event 1 of main"] * 2, "main", "event 2 of main"]
+    due = ["main", *["event 1 of main"] * 2, "main", "event 2 of main"]
+    said = "the scheduler's stream waits for the last forward that may read what it writes"
+    count = len(scheduler.waited)
+    assert count == len(due), f"{said}, before each of {len(due)} writes, not {count}"
+    said = f"{said}, and not for those after it whose reads have ended"
+    assert scheduler.waited == due, f"{said}: {due}, not {scheduler.waited}"
     assert main.waited == ["scheduler"] * 5, "a forward waits for the scheduler's writes"
-    assert ran == ["scheduler"] * 5
-    assert streams.hazards() == []
+    assert ran == ["scheduler"] * 5, f"the scheduler writes on its own stream, not on {ran}"
+    assert streams.hazards() == [], "CUDA streams record no hazards"

@@ -104,12 +104,15 @@ def test_the_least_recently_wanted_leaf_goes_first():
     assert cache.pages == 5, "a cached page is found by its tokens and the one behind it"
     cache.ensure_free(2)
     assert allocator.available_pages == 2, "as many pages are evicted as are asked to be free"
-    assert cache.pages == 3
-    assert cache.acquire(new) == []
-    assert cache.clear() == 1
+    assert cache.pages == 3, f"3 of 5 cached pages are left after two were evicted: {cache.pages}"
+    assert cache.acquire(new) == [], "the leaf that was wanted least recently is evicted first"
+    cleared = cache.clear()
+    assert cleared == 1, f"clear evicts the one page that nobody holds, not {cleared}"
     cache.release(held)
-    assert cache.clear() == 2
-    assert allocator.available_pages == 5
+    cleared = cache.clear()
+    assert cleared == 2, f"both pages of a released prefix can be evicted, not {cleared}"
+    free = allocator.available_pages
+    assert free == 5, f"evicted pages go back to the allocator: 5 are free, not {free}"
 
 
 def test_every_page_of_a_long_prefix_is_held():
@@ -180,9 +183,12 @@ def test_nothing_is_evicted_for_room_that_cannot_be_made():
     cache = PrefixCache(allocator)
     cache.insert(range(9), 9, allocator.alloc(2))
     allocator.alloc(2)
+    said = "ensure_free evicts until so many pages are free, or nothing where that does not suffice"
     cache.ensure_free(4)
-    assert (allocator.available_pages, cache.pages) == (1, 2)
+    found = allocator.available_pages, cache.pages
+    assert found == (1, 2), f"{said}: of 4 wanted and 3 to be had, (free, cached) is {found}"
     cache.ensure_free(1)
-    assert cache.pages == 2
+    assert cache.pages == 2, f"{said}: 1 was wanted and free, and 2 - {cache.pages} are evicted"
     cache.ensure_free(3)
-    assert (allocator.available_pages, cache.pages) == (3, 0)
+    found = allocator.available_pages, cache.pages
+    assert found == (3, 0), f"{said}: of 3 wanted, (free, cached) is {found}"

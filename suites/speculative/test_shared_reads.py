@@ -92,7 +92,9 @@ def test_any_other_extend_is_waited_for(
 ) -> None:
     monkeypatch.setattr(backend_of(family), "shares_rounds", False)
     streams = recorded(family, graphs=graphs)
-    assert streams.hazards() == []
+    races = {str(hazard) for hazard in streams.hazards()}
+    said = "the scheduler waits for a draft extend that reads req_to_token before it writes there"
+    assert not races, f"{said}: {races}"
     # An eager forward, whatever its backend, reads what it has planned; nobody tells the scheduler.
     reads = any(TABLE in operation.reads for operation in operations(streams, "draft extend"))
     said = "a draft extend reads req_to_token while it runs exactly where its graph is replayed"
@@ -100,7 +102,10 @@ def test_any_other_extend_is_waited_for(
     waited = waited_for(streams)
     said = "only the plan is waited for of a prefill whose reads of req_to_token end before it runs"
     assert "plan prefill" in waited, said
-    assert waited == {"plan prefill", "draft extend", "prefill"}
+    said = "a prefill is waited for unless its backend tells that its reads end before it runs"
+    assert "prefill" in waited, f"{said}: waited for are {sorted(waited)}"
+    said = "a draft extend is waited for unless its graph shares its round's table"
+    assert waited == {"plan prefill", "draft extend", "prefill"}, f"{said}: {waited}"
 
 
 @each_family
@@ -111,10 +116,14 @@ def test_reads_that_end_later_than_told_are_a_race(
     monkeypatch.setattr(backend_of(family), "shares_rounds", False)
     monkeypatch.setattr(PagedBackend, "shared_read_ends", lambda *_: SharedReadEnds.PRE_REPLAY)
     streams = recorded(family)
+    replayed = any(TABLE in operation.reads for operation in operations(streams, "draft extend"))
+    said = "a draft extend that fits a captured batch size replays its graph, which reads the table"
+    assert replayed, said
     said = "the scheduler does not wait for a draft extend whose reads end before its replay"
     assert "draft extend" not in waited_for(streams), said
-    found = streams.hazards()
-    assert set(found) == {Hazard("WAR", "draft extend", "reserve", TABLE)}
+    found = set(streams.hazards())
+    said = "a draft extend whose graph reads req_to_token later than told is a race with reserve"
+    assert found == {Hazard("WAR", "draft extend", "reserve", TABLE)}, f"{said}: {found}"
 
 
 @each_family
@@ -188,15 +197,22 @@ def test_window_slots_are_given_back_behind_the_forward_that_reads_their_mapping
     slots = SlotTable(ReqToTokenPool(2, 16), allocators[0], pool, allocators[1])
     manager, request = KVCacheManager(slots, streams, None), Request([1, 2, 3], 4, None)
     manager.admit(request, 4)
-    assert pool.full_to_swa_index_mapping.any()
+    said = "full_to_swa_index_mapping maps the slots of an admitted request"
+    assert pool.full_to_swa_index_mapping.any(), said
     streams.main("prefill", lambda: pool.full_to_swa_index_mapping.sum())
     manager.release(request)
+    names = [operation.name for operation in streams.issued]
+    said = "a release unmaps window slots as an operation of the scheduler, which waits for readers"
+    assert names == ["reserve", "prefill", "release"], f"{said}: issued are {names}"
     reserve, prefill, release = streams.issued
     mapping = "full_to_swa_index_mapping"
-    assert (reserve.writes, release.writes) == ({TABLE, mapping}, {mapping})
-    assert prefill.reads == {mapping}
-    assert release.after[Queue.MAIN] == 1
-    assert not pool.full_to_swa_index_mapping.any()
+    writes = reserve.writes, release.writes
+    said = "reserve writes req_to_token and the mapping of window slots, release the mapping"
+    assert writes == ({TABLE, mapping}, {mapping}), f"{said}: {writes}"
+    assert prefill.reads == {mapping}, f"a forward's reads of {mapping} are seen: {prefill.reads}"
+    after = release.after[Queue.MAIN]
+    assert after == 1, f"release waits for the one forward that reads {mapping}, not for {after}"
+    assert not pool.full_to_swa_index_mapping.any(), f"a release clears {mapping}"
 
 
 def test_an_operation_reads_what_it_is_given_and_a_view_is_no_read() -> None:

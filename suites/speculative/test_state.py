@@ -31,12 +31,13 @@ def state(*numbers: int, needs_cpu_seq_lens: bool = True, draft_state: bool = Tr
 
 def assert_same(obtained: BatchState, expected: BatchState) -> None:
     for name in ("rows", "seq_lens", "bonus", "seq_lens_cpu"):
-        assert getattr(obtained, name).tolist() == getattr(expected, name).tolist(), name
+        mine, due = (getattr(each, name).tolist() for each in (obtained, expected))
+        assert mine == due, f"{name} stays with its request: {due}, not {mine}"
     assert obtained.draft_state is not None
     assert expected.draft_state is not None
     for name in ("topk_p", "topk_index", "hidden_states"):
-        mine, due = (getattr(each.draft_state, name) for each in (obtained, expected))
-        assert mine.tolist() == due.tolist(), name
+        mine, due = (getattr(each.draft_state, name).tolist() for each in (obtained, expected))
+        assert mine == due, f"{name} of a draft stays with its request: {due}, not {mine}"
 
 
 def test_those_who_stay_keep_every_field_of_theirs() -> None:

@@ -202,8 +202,14 @@ def test_the_correction_bias_chooses_and_does_not_weigh():
     shares = layer.routing(x) / 2.5
     said = "weights of the chosen experts add up to routed_scaling_factor"
     torch.testing.assert_close(shares.sum(1), torch.ones(2), msg=said)
-    torch.testing.assert_close(shares[0], torch.tensor([0.6, 0.4, 0.0]))
-    assert shares[1, 1] == 0.5
+    chosen = shares[0].nonzero().flatten().tolist()
+    said = "e_score_correction_bias is added to the affinities that experts are chosen by"
+    assert chosen == [0, 1], f"{said}: experts [0, 1], not {chosen}"
+    said = "experts are weighted by their affinities without e_score_correction_bias: 0.6, 0.4, not"
+    due = torch.tensor([0.6, 0.4, 0.0])
+    torch.testing.assert_close(shares[0], due, msg=f"{said} {shares[0].tolist()}")
+    said = "an expert chosen for its bias alone has an equal share of equal affinities"
+    assert shares[1, 1] == 0.5, f"{said}: 0.5, not {shares[1, 1]}"
 
 
 def test_experts_are_ranked_in_float32():
@@ -228,10 +234,12 @@ def test_experts_are_ranked_in_float32():
 
 def test_angles_are_exact_at_far_positions():
     frequencies = inverse_frequencies(6, 1000.0, "cpu")
+    dtype = frequencies.dtype
+    assert dtype == torch.float64, f"rotary inverse frequencies are float64, not {dtype}"
     # 1000 to the power of 0, -1/3 and -2/3.
-    torch.testing.assert_close(
-        frequencies, torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64), rtol=1e-14, atol=0
-    )
+    due = torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64)
+    said = f"inverse frequencies are rope_theta ** (-2 i / dim): {frequencies.tolist()}"
+    torch.testing.assert_close(frequencies, due, rtol=1e-14, atol=0, msg=said)
     cos, sin = rotation(torch.tensor([100_000]), frequencies)
     for i, angle in enumerate((1e5, 1e4, 1e3)):
         told = f"a position's angle of {angle:g} radians is right to float32 after its turns"
@@ -252,8 +260,9 @@ QUARTER_AND_HALF_TURN = torch.tensor([0.0, -1.0]), torch.tensor([1.0, 0.0])
     ],
 )
 def test_rotary_layouts(rotate, expected):
-    turned = rotate(torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]), QUARTER_AND_HALF_TURN)
-    assert turned.tolist() == [[expected]]
+    turned = rotate(torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]), QUARTER_AND_HALF_TURN).tolist()
+    said = "rotary turns each pair (a, b) to (a cos - b sin, b cos + a sin)"
+    assert turned == [[expected]], f"{said}: (1, 2, 3, 4) to {expected}, not {turned}"
 
 
 def test_rms_norm_by_hand():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -28,27 +29,38 @@ FP8 = torch.float8_e4m3fn
 def test_what_is_allocated_is_nobody_elses_until_it_is_freed(
     pool: Any, first: list[int], free: str, what: str
 ) -> None:
-    assert getattr(pool, free) == 3
-    assert pool.alloc(2) == first
-    assert getattr(pool, free) == 1
+    assert getattr(pool, free) == 3, f"all {what}s but the padding's are free at first"
+    taken = pool.alloc(2)
+    assert taken == first, f"{what}s are handed out from 1 on, 0 being the padding's: {taken}"
+    assert getattr(pool, free) == 1, f"a {what} that is allocated is no longer free"
     with pytest.raises(CapacityError, match=rf"{what}s = 2 .* at most 1 free"):
         pool.alloc(2)
-    assert getattr(pool, free) == 1
-    assert pool.alloc(1) == [first[1] + 1]
-    assert pool.alloc(0) == []
-    pool.free(first[:1])
-    assert pool.alloc(1) == first[:1]
-    pool.free([first[1], first[0]])
-    with pytest.raises(ContractError, match=rf"{what} .*{first[1]} freed twice"):
-        pool.free([first[1]])
-    assert getattr(pool, free) == 2
+    assert getattr(pool, free) == 1, f"an alloc of {what}s that is refused takes none"
     last = first[1] + 1
-    with pytest.raises(ContractError, match=rf"{what} .*{last} freed twice"):
-        pool.free([last, last])
-    for none in (-1, 4):
-        with pytest.raises(ContractError, match=rf"{what}.* freed = {none} .* 1 to 3"):
-            pool.free([last, none])
-    assert getattr(pool, free) == 2, "a call that is refused frees nothing"
+    taken = pool.alloc(1)
+    assert taken == [last], f"no {what} is handed out twice: {last} was free, not {taken}"
+    assert pool.alloc(0) == [], f"an alloc of no {what} gives none"
+    pool.free(first[:1])
+    taken = pool.alloc(1)
+    assert taken == first[:1], f"a {what} that was freed, {first[0]}, is handed out again: {taken}"
+    pool.free([first[1], first[0]])
+    refused = [
+        ([first[1]], rf"{what} .*{first[1]} freed twice"),
+        ([last, last], rf"{what} .*{last} freed twice"),
+        ([last, -1], rf"{what}.* freed = -1 .* 1 to 3"),
+        ([last, 4], rf"{what}.* freed = 4 .* 1 to 3"),
+    ]
+    for given, said in refused:
+        told = "nothing"
+        try:
+            pool.free(given)
+        except ContractError as error:
+            told = str(error)
+        rule = f"free refuses a {what} that is free already, given twice or not one of 1 to 3"
+        assert re.search(said, told), f"{rule}: free({given}) told {told}"
+        count = getattr(pool, free)
+        rule = f"a call that is refused frees nothing: after free({given}) of {what}s"
+        assert count == 2, f"{rule} 2 are free, not {count}"
     pool.free([last])
 
 
