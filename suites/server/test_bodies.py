@@ -51,7 +51,8 @@ def test_refused_by_name(embedded_server, body, words):
     answer = requests.post(f"{embedded_server.url}/generate", json=body, timeout=10)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, 400), error
-    assert words in error["message"]
+    said = f"the first value that is not accepted is named by {words!r}, not {error['message']!r}"
+    assert words in error["message"], said
 
 
 def test_a_prompt_may_leave_room_for_one_token(embedded_server):
@@ -104,6 +105,7 @@ def test_a_key_is_asked_for(fresh_server):
         said = f"another API key than the server's, or none, is answered 401: {headers}"
         assert answer.status_code == 401, said
         assert answer.json()["error"]["type"] == "Unauthorized"
-    assert requests.get(f"{served.url}/health", timeout=10).ok
-    assert requests.get(f"{served.url}/health_generate", timeout=10).status_code == 401
+    assert requests.get(f"{served.url}/health", timeout=10).ok, "/health asks for no API key"
+    status = requests.get(f"{served.url}/health_generate", timeout=10).status_code
+    assert status == 401, f"/health_generate without the API key is answered 401, not {status}"
     assert served.client.generate([5, 6], 2).completion_tokens == 2

@@ -27,8 +27,10 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 def test_every_prefix_of_a_text(tokenizer: Tokenizer, text: str) -> None:
     ids, detokenize = tokenizer.encode(text).ids, IncrementalDetokenizer(tokenizer)
     found = [detokenize([token]) for token in ids]
-    assert found == [tokenizer.decode(ids[: n + 1]) for n in range(len(ids))]
-    assert found[-1] == tokenizer.decode(ids) == text
+    expected = [tokenizer.decode(ids[: n + 1]) for n in range(len(ids))]
+    told = f"a text so far is what its tokens decode to, U+FFFD for a part of a character: {found}"
+    assert found == expected, told
+    assert found[-1] == tokenizer.decode(ids) == text, f"all tokens give the text: {found[-1]}"
 
 
 @pytest.mark.parametrize("seed", range(20))

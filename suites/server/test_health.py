@@ -12,4 +12,5 @@ POLLED = {"Content-Type": "application/json; charset=utf-8", "Authorization": "B
 @pytest.mark.parametrize("path", ["/health", "/health_generate"])
 @pytest.mark.parametrize("headers", [None, POLLED], ids=["bare", "popen_launch_server"])
 def test_a_poll_is_answered(server, path, headers):
-    assert requests.get(server.url + path, headers=headers, timeout=5).status_code == 200
+    status = requests.get(server.url + path, headers=headers, timeout=5).status_code
+    assert status == 200, f"GET {path}, which has no body, is answered 200, not {status}"

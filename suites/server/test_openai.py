@@ -233,13 +233,16 @@ def test_of_both_limits_of_a_chat_the_newer_holds():
 )
 def test_refusals_are_in_openais_format(embedded_server, path, body, param, words):
     answer = post(embedded_server, path, body)
-    assert answer.status_code == 400
-    assert set(answer.json()) == {"error"}
+    assert answer.status_code == 400, f"a refusal is answered 400, not {answer.status_code}"
+    told = f"a refusal is an error of message, type, param and code, not {answer.text}"
+    assert set(answer.json()) == {"error"}, told
     error = answer.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["param"] == param
-    assert words in error["message"]
-    assert "\n" not in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}, told
+    told = f"param of an error is the field that the client sent, {param}, not {error['param']}"
+    assert error["param"] == param, told
+    told = f"message of an error says {words!r} in one line, not {error['message']!r}"
+    assert words in error["message"], told
+    assert "\n" not in error["message"], told
 
 
 def test_a_character_is_sent_when_it_is_whole():
@@ -256,7 +259,9 @@ def test_a_character_is_sent_when_it_is_whole():
         stream = openai.completion_chunks(openai.COMPLETION, "gqa", chunks(), include_usage=False)
         return [chunk["choices"][0]["text"] async for chunk in stream]
 
-    assert asyncio.run(collect()) == ["a", "é", "\ufffd"]
+    found = asyncio.run(collect())
+    told = f"a chunk has the text since the chunk before alone, in whole characters: {found}"
+    assert found == ["a", "é", "\ufffd"], told
 
 
 @pytest.mark.parametrize("form", [openai.COMPLETION, openai.CHAT], ids=["completion", "chat"])

@@ -26,8 +26,10 @@ def first_ephemeral(
 
 def test_ports_are_given_once_and_lie_below_those_of_connections(first_ephemeral: int) -> None:
     given = [free_port() for _ in range(500)]
-    assert len(set(given)) == 500
-    assert all(1024 <= port < (first_ephemeral or 65536) for port in given)
+    assert len(set(given)) == 500, "a port is given once"
+    bound = first_ephemeral or 65536
+    told = f"a port lies between 1024 and the first ephemeral one, {bound}: {max(given)} was given"
+    assert all(1024 <= port < bound for port in given), told
 
 
 def test_a_port_that_is_listened_on_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,8 @@ def test_counters_and_gauges() -> None:
         metrics.answered(prompt, meta | {"cached_tokens": cached, "spec_verify_ct": verified})
     for _ in range(3):
         metrics.failed()
-    assert samples(metrics) == {
+    found = samples(metrics)
+    expected = {
         'num_requests_total{outcome="stop"}': 1,
         'num_requests_total{outcome="abort"}': 1,
         'num_requests_total{outcome="failed"}': 3,
@@ -47,3 +48,5 @@ def test_counters_and_gauges() -> None:
         "pages_cached": 11,
         "pages_held": 13,
     }
+    differ = sorted(found.items() ^ expected.items())
+    assert found == expected, f"a metric has the number that its name says: {differ} differ"

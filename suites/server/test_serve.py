@@ -43,11 +43,13 @@ def test_a_mistake_is_named_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(command, "_serve", lambda *_: pytest.fail("a server starts"))
+    starts = f"a server starts with {' '.join(words)}, not refused by {message!r}"
+    monkeypatch.setattr(command, "_serve", lambda *_: pytest.fail(starts))
     with pytest.raises(SystemExit) as ended:
         command.main(["--pair", "gqa", *words])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    assert ended.value.code == 2, f"a mistake ends with status 2, not {ended.value.code}"
+    said = capsys.readouterr().err
+    assert message in said, f"a mistake is named on stderr by {message!r}, not {said!r}"
 
 
 @pytest.mark.parametrize(

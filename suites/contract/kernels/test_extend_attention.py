@@ -141,9 +141,11 @@ def test_a_broken_value_reaches_exactly_the_queries_that_see_it(
     # Of the second new token of request 0, which its first query does not see.
     call["new_values"][1] = broken
     obtained, _ = extend_attention(**call)
-    assert obtained[1:3].isnan().all(), "queries that see a broken value are NaN"
+    rows = obtained.isnan().flatten(1).any(1).nonzero().flatten().tolist()
+    told = f"queries 1 and 2, which see {broken} in a value, are NaN, and no other: {rows} are"
+    assert obtained[1:3].isnan().all(), told
     kept = [0, 3, 4, 5, 6, 7]
-    assert torch.equal(obtained[kept], clean[kept]), "queries that see none are as without it"
+    assert torch.equal(obtained[kept], clean[kept]), told
 
 
 def test_shapes_on_meta(call: dict[str, Any]) -> None:

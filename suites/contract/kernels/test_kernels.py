@@ -57,8 +57,9 @@ def assert_agrees(kernel: CheckedKernel, shape: Shape, seed: int = 0) -> None:
 def test_every_entry_agrees_with_the_reference(kind, shape: Shape) -> None:
     kernel = kind("cuda")
     assert_agrees(kernel, shape)
-    assert kernel.calls == [shape.entry]
-    assert check_semaphores(workspace.shared_workspaces()) == []
+    assert kernel.calls == [shape.entry], f"a call is logged once by its entry: {kernel.calls}"
+    dirty = check_semaphores(workspace.shared_workspaces())
+    assert dirty == [], f"a kernel leaves the semaphores of every workspace zero: {dirty}"
 
 
 def assert_is_the_references(obtained: torch.Tensor, call: RandomCall, **changes: Any) -> None:
@@ -88,8 +89,11 @@ def test_one_plan_serves_every_batch_of_its_geometry(
         tables = widened(other, call)
         changes = {"cu_seqlens_q": ends, "block_tables": tables, "max_q_len": 21}
         obtained = other.on(kernel, **changes)
-        assert_is_the_references(obtained, other, **changes)
-    assert len(context._plans) == 1
+        rule = (
+            "a plan is refilled with each batch's lengths, cuts and pages, none past its last key"
+        )
+        assert_is_the_references(obtained, other, rule=rule, **changes)
+    assert len(context._plans) == 1, "batches of one geometry share a plan"
 
 
 def widened(call: RandomCall, like: RandomCall) -> torch.Tensor:
@@ -111,7 +115,8 @@ def test_layers_of_a_forward_with_other_tables_read_their_own() -> None:
     for seed in (0, 5, 0):
         call = draw(CONTEXT, seed=seed)
         obtained = call.on(kernel, forward=forward)
-        assert_is_the_references(obtained, call)
+        rule = "each layer of a forward reads the pages of its own block_tables"
+        assert_is_the_references(obtained, call, rule=rule)
 
 
 @pytest.mark.parametrize("kv_dtype", [KVDtype.AUTO, KVDtype.FP8])
@@ -166,8 +171,8 @@ def test_rows_of_padding_alone_launch_nothing_and_are_zero(kind, shape: Shape, r
         cu_seqlens_k=arguments.cu_seqlens_k[: requests + 1],
         max_q_len=0 if requests else 1,
     )
-    assert out.shape[0] == arguments.q.shape[0]
-    assert not out.any()
+    assert out.shape[0] == arguments.q.shape[0], "a result has a row for each row of q"
+    assert not out.any(), "rows of padding alone, which no kernel writes, are zero"
 
 
 def test_layers_of_a_forward_share_a_schedule_and_a_graph_records_its_own(
@@ -195,15 +200,17 @@ def test_layers_of_a_forward_share_a_schedule_and_a_graph_records_its_own(
         return len(scheduled) - before
 
     first, second = object(), object()
-    assert layers(short, first) == 1
-    assert layers(long, second) == 1
-    assert layers(long, second) == 0
-    assert layers(short, first) == 1  # only the last is kept
+    told = "layers of a forward share one schedule, which is made once"
+    assert layers(short, first) == 1, told
+    assert layers(long, second) == 1, told
+    assert layers(long, second) == 0, told
+    assert layers(short, first) == 1, "only the schedule of the last forward is kept"
     capturing = True  # after a warm-up on the same plan
     assert layers(short, first) == 1, "a capture schedules anew: the warm-up's is no part of it"
     capturing = False
-    assert layers(short, first) == 1
-    assert layers(long, None) == layers(short, None) == 2
+    assert layers(short, first) == 1, "a schedule that a capture made is not an eager forward's"
+    told = "calls without a forward share no schedule"
+    assert layers(long, None) == layers(short, None) == 2, told
 
 
 def test_a_forward_at_the_address_of_one_that_is_gone_has_its_own_schedule() -> None:
@@ -218,8 +225,8 @@ def test_a_forward_at_the_address_of_one_that_is_gone_has_its_own_schedule() -> 
 
 def test_a_workspace_and_what_no_kernel_writes_begin_with_zeros(garbage: None) -> None:
     made = workspace.workspace("trtllm_gen", torch.device("cpu"))
-    assert not made.semaphores.any()
+    assert not made.semaphores.any(), "semaphores of a new workspace are zero"
     call = draw(CONTEXT)
     ends = torch.zeros(len(CONTEXT.lengths) + 1, dtype=torch.int32)
     out = call.on(FlashInferXQA("cuda"), cu_seqlens_q=ends, max_q_len=0)
-    assert not out.any()
+    assert not out.any(), "rows that no kernel writes are zero"

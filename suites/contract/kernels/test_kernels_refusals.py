@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -60,8 +61,12 @@ def test_a_numbered_cpu_has_the_reference_too(device: torch.device | str) -> Non
 def test_a_package_whose_libraries_do_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = OSError("libcudart.so.13: cannot open shared object file")
     monkeypatch.setattr(packages, "import_module", Mock(side_effect=failed))
-    with pytest.raises(UsageError, match=r"xqa needs flashinfer-python .* \(libcudart\.so\.13: "):
+    with pytest.raises((UsageError, OSError)) as refusal:
         packages.load("flashinfer.decode", "xqa")
+    told = f"a UsageError names the package that xqa needs and why it fails, not {refusal.value!r}"
+    assert isinstance(refusal.value, UsageError), told
+    needs = r"xqa needs flashinfer-python .* \(libcudart\.so\.13: "
+    assert re.search(needs, str(refusal.value)), told
 
 
 @pytest.mark.parametrize(
@@ -173,23 +178,29 @@ def test_workspaces_are_zeroed_once_and_shared_by_a_family(monkeypatch: pytest.M
     monkeypatch.setattr(workspace, "_SHARED", {})
     cpu = torch.device("cpu")
     xqa, prefill = workspace.workspace("xqa", cpu), workspace.workspace("prefill", cpu)
-    assert workspace.workspace("xqa", cpu) is xqa
-    assert xqa.buffer.data_ptr() != prefill.buffer.data_ptr()
+    assert workspace.workspace("xqa", cpu) is xqa, "calls of a family share a workspace"
+    told = "each family has a workspace of its own"
+    assert xqa.buffer.data_ptr() != prefill.buffer.data_ptr(), told
     other = workspace.workspace("prefill", torch.device("cpu", 0))
     told = "each device has a workspace of its own"
     assert other.buffer.data_ptr() != prefill.buffer.data_ptr(), told
-    assert other.name == "prefill on cpu:0"
-    assert xqa.semaphores.numel() == 8 << 20
-    assert xqa.scratch.data_ptr() == xqa.buffer.data_ptr() + (8 << 20)
-    assert xqa.scratch.numel() + (8 << 20) == xqa.buffer.numel()
-    assert prefill.scratch.numel() == prefill.buffer.numel()
+    assert other.name == "prefill on cpu:0", f"a workspace names its device: {other.name}"
+    told = "a workspace of xqa is 8 MB of semaphores, then scratch to its end"
+    assert xqa.semaphores.numel() == 8 << 20, told
+    assert xqa.scratch.data_ptr() == xqa.buffer.data_ptr() + (8 << 20), told
+    assert xqa.scratch.numel() + (8 << 20) == xqa.buffer.numel(), told
+    told = "a workspace of prefill is scratch alone"
+    assert prefill.scratch.numel() == prefill.buffer.numel(), told
     xqa.scratch[:3], prefill.buffer[:3] = 1, 1
-    assert check_semaphores(workspace.shared_workspaces()) == []
+    dirty = check_semaphores(workspace.shared_workspaces())
+    assert dirty == [], f"what is written to scratch is no dirty semaphore: {dirty}"
     # The last byte: a check that counts elements for bytes would miss it.
     xqa.semaphores[5], xqa.semaphores[-1] = 1, 7
-    assert check_semaphores(workspace.shared_workspaces()) == [
+    dirty = check_semaphores(workspace.shared_workspaces())
+    told = f"bytes 5 and -1 of xqa's semaphores, which are not 0, are reported: {dirty}"
+    assert dirty == [
         "semaphores of xqa on cpu: byte 5 and 1 more are not 0 [identity and lifetime]"
-    ]
+    ], told
 
 
 @pytest.mark.parametrize("family", ["xqa", "trtllm_gen"])

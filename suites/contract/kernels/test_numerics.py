@@ -122,9 +122,11 @@ def test_several_queries_meet_sinks_in_a_kernel_that_rounds_neither(mode: str) -
     plain = expected(replace(case, sinks=True), PLAIN)
     found = expected(replace(case, sinks=True), XQA.numerics)
     for own, other in zip(found, plain, strict=True):
-        assert torch.equal(own, other) == (mode != "decode")
+        told = f"with sinks XQA rounds query and weights in decode alone; this is {mode}"
+        assert torch.equal(own, other) == (mode != "decode"), told
     without = expected(case, XQA.numerics)
-    assert not any(map(torch.equal, without, expected(case, PLAIN)))
+    told = f"without sinks XQA rounds query and weights over an FP8 cache in {mode}"
+    assert not any(map(torch.equal, without, expected(case, PLAIN))), told
 
 
 def test_a_budget_grows_by_the_factor_in_every_part() -> None:

@@ -77,9 +77,12 @@ def call(*lens: int, forward: object | None = None) -> ContextCall:
 
 @pytest.mark.parametrize("length", [1, 4, 8, 15, 16, 17, 100, 1000, 1024, 8191, 8192, 8193])
 def test_a_width_is_rounded_up_by_an_eighth_at_most(length: int) -> None:
-    assert length <= rounded_width(length) <= length * 1.125
+    width = rounded_width(length)
+    told = f"a plan for max_q_len {length} is that wide and an eighth wider at most, not {width}"
+    assert length <= width <= length * 1.125, told
     # Widths of drafts stay what they are: their graphs are counted to the node.
-    assert length > 16 or rounded_width(length) == length
+    told = f"a plan for max_q_len {length}, 16 at most, is exactly that wide, not {width}"
+    assert length > 16 or width == length, told
 
 
 def test_like_prompts_share_a_plan_and_get_their_own_rows(captures: list[bool]) -> None:

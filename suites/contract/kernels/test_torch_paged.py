@@ -57,8 +57,11 @@ def test_context_equals_dense_and_leaves_padding_zero(
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
     how: dict[str, Any] = {"window_left": 4, "sinks": sinks}
     obtained = kernel.context(ragged(q, pool, q_lens, **how))
-    torch.testing.assert_close(obtained[:tokens], expected(q[:tokens], pool, q_lens, **how))
-    assert torch.equal(obtained[tokens:], torch.zeros(2, HEADS, 8))
+    told = "a query attends to its own key and window_left = 4 before it, with sinks"
+    due = expected(q[:tokens], pool, q_lens, **how)
+    torch.testing.assert_close(obtained[:tokens], due, msg=lambda more: f"{told}\n{more}")
+    padding = obtained[tokens:]
+    assert torch.equal(padding, torch.zeros(2, HEADS, 8)), "rows after the last query are zero"
 
 
 @pytest.mark.parametrize("q_lens", [(1, 2), (3, 3)], ids=str)
@@ -145,13 +148,16 @@ def test_nan_or_inf_reaches_exactly_the_rows_that_see_it(
     unread = torch.ones(pool.num_pages * 4, dtype=torch.bool)
     unread[owned] = False
     getattr(pool, cache)[0][unread] = broken
-    assert torch.equal(kernel.decode(uniform(q, pool)), clean)
+    told = f"{broken} in slots of {cache} that no request owns reaches no row"
+    assert torch.equal(kernel.decode(uniform(q, pool)), clean), told
     # Token 11 of request 1 is the own key of its second query row; the first does not see it.
     getattr(pool, cache)[0][slots(1, 11, 12)] = broken
     obtained = kernel.decode(uniform(q, pool))
-    assert obtained[1:3].isnan().all()
+    told = f"rows 1 and 2, which see {broken} in {cache}, are NaN, and no other row"
+    rows = obtained.isnan().flatten(1).any(1).nonzero().flatten().tolist()
+    assert obtained[1:3].isnan().all(), f"{told}: rows {rows}"
     kept = [0, 3, 4, 5]
-    assert torch.equal(obtained[kept], clean[kept])
+    assert torch.equal(obtained[kept], clean[kept]), f"{told}: rows {rows}"
 
 
 def test_pages_past_the_end_are_never_looked_up(kernel: TorchPaged) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -157,9 +158,12 @@ BROKEN = {
 @pytest.mark.parametrize(("damage", "message"), BROKEN.values(), ids=BROKEN)
 def test_a_broken_pair_is_refused(pair, damage, message):
     damage(pair)
-    with pytest.raises(CheckpointError, match=message) as refusal:
+    with pytest.raises((CheckpointError, ValueError)) as refusal:
         load_pair(pair, torch.float32)
-    assert "\n" not in str(refusal.value)
+    told = f"a CheckpointError of one line says {message!r}, not {refusal.value!r}"
+    assert isinstance(refusal.value, CheckpointError), told
+    assert re.search(message, str(refusal.value)), told
+    assert "\n" not in str(refusal.value), told
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size"])

@@ -73,8 +73,11 @@ def test_a_draft_extend_has_the_rows_it_declares_or_was_given(
     spec = SimpleNamespace(num_accept_tokens=accepted, num_tokens_per_req=declared)
     own = translated(batch("DRAFT_EXTEND_V2", spec, seq_lens=torch.tensor(seq_lens)))
     assert isinstance(own.spec_info, EagleDraftExtendInput)
-    assert own.spec_info.num_tokens_per_req == stride
-    assert own.spec_info.num_accept_tokens is accepted
+    found = own.spec_info.num_tokens_per_req
+    said = f"num_tokens_per_req is that declared, or all rows by all requests, padded too: {found}"
+    assert found == stride, said
+    said = "num_accept_tokens of a draft extend is the server's own tensor"
+    assert own.spec_info.num_accept_tokens is accepted, said
 
 
 def test_a_prefill_has_the_positions_and_lengths_that_it_was_given() -> None:

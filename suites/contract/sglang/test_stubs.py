@@ -169,8 +169,11 @@ def prefilled(
     return query, tuple(caches), torch.cat(parts)
 
 
-def close(obtained: torch.Tensor, expected: torch.Tensor) -> None:
-    said = "a prefill is causal over the request's own pages, with the sinks that it is given"
+def close(
+    obtained: torch.Tensor,
+    expected: torch.Tensor,
+    said: str = "a prefill is causal over the request's own pages, with the sinks that it is given",
+) -> None:
     torch.testing.assert_close(
         obtained.double(), expected, rtol=0.01, atol=0.01, msg=lambda found: f"{said}\n{found}"
     )
@@ -234,8 +237,10 @@ def test_a_latent_cache_is_read_with_or_without_its_head(has_heads: bool) -> Non
         )
     # A query of zeros weighs its 40 keys alike: all of page 2 and the first 8 of page 1.
     seen = torch.cat((latent[2], latent[1, :8]))[:, :rank].double().mean(0)
-    assert (out.shape, out.dtype) == ((1, 1, 2, rank), torch.bfloat16)
-    close(out, seen.expand(1, 1, 2, rank))
+    told = f"a result is [1, 1, 2, kv_lora_rank] in bfloat16, not {list(out.shape)} in {out.dtype}"
+    assert (out.shape, out.dtype) == ((1, 1, 2, rank), torch.bfloat16), told
+    told = "a value is the first kv_lora_rank columns of the latent, with or without a head axis"
+    close(out, seen.expand(1, 1, 2, rank), told)
 
 
 def test_a_fused_cast_scales_keys_and_values_and_not_the_query() -> None:

@@ -76,12 +76,17 @@ def test_a_signal_ends_a_program_in_one_line(
         output, errors = program.communicate(timeout=60)
     finally:
         program.kill()
-    assert "serving" not in output  # another line of it is read above
-    [line] = errors.splitlines()
-    assert line.startswith(told)
+    # Another line of it is read above.
+    assert "serving" not in output, f"a program that is signalled serves no more: {output}"
+    lines = errors.splitlines()
+    rule = f"stderr is one line, {told!r}, not {len(lines)}, the last of them {lines[-1:]}"
+    assert len(lines) == 1, rule
+    assert lines[0].startswith(told), rule
     # Python itself passes on an interrupt that came while code was compiled.
-    assert program.returncode in (128 + number, -number)
-    assert psutil.wait_procs(descendants, timeout=30)[1] == []
+    rule = f"the exit status tells signal {number}, not {program.returncode}"
+    assert program.returncode in (128 + number, -number), rule
+    left = psutil.wait_procs(descendants, timeout=30)[1]
+    assert left == [], f"no process is left behind: {left}"
 
 
 def test_an_interrupted_benchmark_says_how_to_go_on(
