@@ -288,9 +288,11 @@ def test_what_the_model_is(embedded_server):
         assert said["tokenizer_path"].endswith(f"{embedded_server.pair}/target")
         assert said["chat_template"] == "contents joined by newlines"
         assert said["default_temperature"] == 0
-        assert said["max_model_len"] == 512
+        most, rule = said["max_model_len"], "max_model_len is the server's own context_length"
+        assert most == 512, f"{rule}, 512, not its weights' {most}"
     [model] = requests.get(f"{embedded_server.url}/v1/models", timeout=5).json()["data"]
-    assert (model["id"], model["max_model_len"]) == (embedded_server.pair, 512)
+    assert model["id"] == embedded_server.pair, f"a model's id is its pair, not {model['id']}"
+    assert model["max_model_len"] == 512, f"{rule}, 512, not {model['max_model_len']}"
 
 
 def test_both_names_of_the_servers_facts(embedded_server):

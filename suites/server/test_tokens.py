@@ -126,13 +126,16 @@ def test_every_chunk_tells_the_accept_length_since_its_request_began(embedded_se
 def test_text_and_batches(server):
     texts = prompts(server.pair)[4:13]  # more than run at a time
     batch = server.client.generate_batch(texts, 7)
+    told = "a batch has an answer for each of its prompts"
+    assert len(batch) == len(texts), f"{told}, {len(texts)}, not {len(batch)}"
     alone = [server.client.generate(prompt, 7) for prompt in texts[:3]]
     for answers in (batch, alone):
         for index, answer in enumerate(answers, start=4):
             found = judge_answer(server.pair, index, answer.output_ids, dtype(server), count=7)
             assert found.passed, found.message
-    assert [a.prompt_tokens for a in batch] == [len(prompt) for prompt in texts]
-    assert all(a.text for a in batch)
+    counts, due = [a.prompt_tokens for a in batch], [len(prompt) for prompt in texts]
+    assert counts == due, f"prompt_tokens of an answer are its own prompt's: {due}, not {counts}"
+    assert all(a.text for a in batch), "each answer of a batch has text"
 
 
 def test_a_flush_is_seen_by_the_next_request(server):

@@ -84,16 +84,20 @@ def test_a_prefill_has_the_positions_and_lengths_that_it_was_given() -> None:
     lengths, positions = torch.tensor([9, 2, 1]), torch.arange(7, 19)
     given = {"extend_seq_lens": lengths, "extend_seq_lens_cpu": (9, 2, 1), "positions": positions}
     own = translated(batch("EXTEND", **given))
-    assert own.extend_seq_lens is lengths
-    assert own.extend_seq_lens_cpu == [9, 2, 1]
-    assert own.positions is positions
+    found = own.extend_seq_lens
+    assert found is lengths, f"extend_seq_lens of a prefill is the tensor given, not {found}"
+    found = own.extend_seq_lens_cpu
+    assert found == [9, 2, 1], f"extend_seq_lens_cpu of a prefill is that given, not {found}"
+    found = own.positions
+    assert found is positions, f"positions of a prefill are the tensor given, not {found}"
 
 
 def test_a_verify_has_its_tokens_and_its_mask() -> None:
     tokens, mask = torch.arange(12), torch.ones(40, dtype=torch.bool)
     verify = SimpleNamespace(draft_token=tokens, draft_token_num=4, custom_mask=mask)
     spec = translated(batch("TARGET_VERIFY", verify)).spec_info
-    assert spec.draft_token is tokens
+    found = spec.draft_token
+    assert found is tokens, f"draft_token of a verify is the tensor given, not {found}"
     assert spec.custom_mask is mask, "the mask of a verify reaches the backend"
 
 
@@ -143,6 +147,9 @@ def test_a_layer_without_scales_has_scales_of_one() -> None:
 
 def test_a_layer_keeps_its_window_and_the_size_of_its_values() -> None:
     own = our_layer(layer(v_head_dim=48, sliding_window_size=127), None)
+    window, dim = own.sliding_window_size, own.v_head_dim
+    assert window == 127, f"sliding_window_size of a layer is sglang's, 127, not {window}"
+    assert dim == 48, f"v_head_dim of a layer is sglang's, 48 beside a head_dim of 64, not {dim}"
     assert vars(own) == vars(RadixAttention(3, 8, 2, 64, 48, 0.125, sliding_window_size=127))
 
 

@@ -73,25 +73,33 @@ def test_the_target_waits_once_in_a_step(
     mode: ForwardMode, spec_info: object, count: int, waits: list[torch.Tensor]
 ) -> None:
     args, kwargs = end_forward(GpuDelay(), mode, spec_info)
-    assert len(waits) == count
+    rule = "a verify or decode of the target waits once, a draft and a prefill never"
+    assert len(waits) == count, f"{rule}: {mode.name} of {spec_info} {count}, not {len(waits)}"
     processor, ids, hidden, head, _, *rest = args
-    assert (processor, ids, head, rest, kwargs) == ("self", "ids", "head", ["aux"], {"last": 1})
-    assert hidden is HIDDEN
+    said = "the logits processor is called with all its arguments, as sglang gave them"
+    given = ("self", "ids", "head", ["aux"], {"last": 1})
+    assert (processor, ids, head, rest, kwargs) == given, f"{said}: {args}, {kwargs}"
+    assert hidden is HIDDEN, f"{said}: hidden states are the tensor itself"
 
 
 def test_every_wait_reads_the_memory_that_slow_down_writes(waits: list[torch.Tensor]) -> None:
     delay, scheduler = GpuDelay(), SimpleNamespace(forward_sleep_time=None)
     end_forward(delay, ForwardMode.TARGET_VERIFY)
     [recorded] = waits
-    assert (recorded.dtype, recorded.tolist()) == (torch.int64, [0])
+    rule = "a wait reads int64 nanoseconds, 0 before slow_down"
+    assert (recorded.dtype, recorded.tolist()) == (torch.int64, [0]), f"{rule}, not {recorded}"
     for seconds, nanoseconds in ((0.00006, 60_000), (0.0021, 2_100_000), (None, 0)):
         assert slow_down(delay, scheduler, seconds) == "done"
         said = "where forwards wait on the GPU, the host does not sleep, too"
         assert scheduler.forward_sleep_time is None, said
-        assert recorded.tolist() == [nanoseconds]
-        assert told(delay) == {"last_gen_throughput": 3.0, STATE: nanoseconds}
+        rule = f"slow_down({seconds}) makes waits of {nanoseconds} ns"
+        assert recorded.tolist() == [nanoseconds], f"{rule}, not {recorded.tolist()}"
+        state = told(delay)
+        rule = f"internal_state tells the wait as {STATE} = {nanoseconds}"
+        assert state == {"last_gen_throughput": 3.0, STATE: nanoseconds}, f"{rule}, not {state}"
     end_forward(delay, ForwardMode.TARGET_VERIFY)
-    assert waits[1].data_ptr() == recorded.data_ptr()
+    shared = waits[1].data_ptr() == recorded.data_ptr()
+    assert shared, "all forwards, so all graphs, wait by one memory, which slow_down writes"
 
 
 def test_where_no_forward_waits_the_host_sleeps(waits: list[torch.Tensor]) -> None:
@@ -118,5 +126,7 @@ def test_a_recorded_wait_lasts_as_long_as_its_memory_says_at_each_replay() -> No
 
 def test_the_compiled_wait_reads_the_clock_in_a_loop_of_its_own() -> None:
     for code in driven("compiled", 90, 100, 120, interpreted=False):
-        assert (code["readings"], code["jumps"]) == (2, 1)
-        assert code["bytes"] > 0
+        readings, jumps = code["readings"], code["jumps"]
+        rule = "the compiled wait reads the clock at its start and in a loop, 2 readings and 1 jump"
+        assert (readings, jumps) == (2, 1), f"{rule}, not {readings} and {jumps}"
+        assert code["bytes"] > 0, "the compiled wait has code"

@@ -104,9 +104,10 @@ def test_what_the_kernels_serve_is_launched(
 def test_what_they_do_not_serve_is_refused_by_name(
     mla: bool, changes: dict[str, Any], said: str, on_gpu: Any
 ) -> None:
+    given, told = arguments(mla=mla, **changes), f"a server of {changes} is refused for {said}"
     with pytest.raises(UsageError, match=f"^specgate_.*{said}") as refusal:
-        check_launch(arguments(mla=mla, **changes), "cuda")
-    assert "\n" not in str(refusal.value)
+        pytest.fail(f"{told}, not accepted: {check_launch(given, 'cuda')}")
+    assert "\n" not in str(refusal.value), f"a refusal is one line, not {refusal.value}"
 
 
 def test_releases_whose_arguments_do_not_know_the_family_are_checked_otherwise(on_gpu: Any) -> None:

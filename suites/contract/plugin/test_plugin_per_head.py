@@ -157,12 +157,10 @@ def test_a_prefill_runs_per_head_where_it_pays(speculative, cached, disabled, ex
     )
     mode = SimpleNamespace(is_extend_without_speculative=lambda: not speculative)
     forward_batch = SimpleNamespace(forward_mode=mode, extend_prefix_lens_cpu=cached)
+    rule = "a prefill, none of speculation, runs per head with no cached tokens or 8192 and more"
+    told = f"{speculative=}, {cached=}, disable_chunked_prefix_cache={disabled}"
     found = runs_per_head(attention, forward_batch)
-    said = (
-        f"a prefill, not speculative, runs per head if no token is cached, or 8192 and more are "
-        f"and disable_chunked_prefix_cache is not set; cached here: {cached}"
-    )
-    assert found is expected, said
+    assert found is expected, f"{rule} where chunks are not disabled: {told}: {found}"
 
 
 def test_a_missing_kernel_is_named(monkeypatch):

@@ -81,9 +81,12 @@ def test_waiting_and_a_prefill_are_outside_of_every_step(at: tuple[At, Timeline]
     stamp(9_000_200, BACK)
     stamp(9_001_000, StepPhase.DRAFT)
     found = timeline.read()
-    assert found[StepPhase.HOST_GAP] == (0.0, 1)
-    assert StepPhase.METADATA not in found
-    assert found[StepPhase.OUTSIDE][0] == pytest.approx((9_001_000 - 500) / 1e3)
+    gap, outside = found[StepPhase.HOST_GAP], found[StepPhase.OUTSIDE][0]
+    assert gap == (0.0, 1), f"waiting for requests is OUTSIDE, no HOST_GAP: (0.0, 1), not {gap}"
+    told = "metadata of a prefill is OUTSIDE, no METADATA of a step"
+    assert StepPhase.METADATA not in found, told
+    told = "OUTSIDE is the time from the last step's end to the next step's draft"
+    assert outside == pytest.approx((9_001_000 - 500) / 1e3), f"{told}, not {outside}"
 
 
 def test_metadata_between_two_steps_is_part_of_the_gap(at: tuple[At, Timeline]) -> None:

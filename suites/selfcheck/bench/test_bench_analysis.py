@@ -96,9 +96,12 @@ def test_a_block_without_clocks_among_clocked_ones_is_dropped(tmp_path):
     ]
     bare = [replace(one, block=1, conditions=Conditions()) for one in clocked]
     first, second = blocks_of(session, [*clocked, *bare], session.cases[0])
-    assert (first.mhz, first.invalid) == ((1980.0, 1975.0), ())
-    assert second.invalid == ("mhz: sampled in some trials only",)
-    assert [one.invalid for one in blocks_of(session, bare, session.cases[0])] == [()]
+    rule = "a block without clocks is dropped where others have them"
+    assert second.invalid == ("mhz: sampled in some trials only",), f"{rule}: {second.invalid}"
+    assert first.mhz == (1980.0, 1975.0), f"a block with clocks keeps them, not {first.mhz}"
+    assert first.invalid == (), f"a block with clocks counts, not dropped for {first.invalid}"
+    [alone] = blocks_of(session, bare, session.cases[0])
+    assert alone.invalid == (), f"where no block has clocks, none is dropped for {alone.invalid}"
 
 
 def test_under_a_power_cap_an_effect_that_is_gone_in_cycles_is_not_withdrawn(tmp_path):

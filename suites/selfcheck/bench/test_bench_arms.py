@@ -101,18 +101,21 @@ def test_a_shape_is_served_with_drawn_weights_and_a_fixed_accept_length(monkeypa
     spec = "sglang:shape=wide,backend=specgate_mha,max_running_requests=8,args=--page-size 32"
     arm = parse(spec, PAIRS, folders)
     words = " ".join(arm.facts().command)
-    assert (arm.pair, arm.shape) == (None, "wide")
-    assert f"--model-path {tmp_path}/wide/target" in words
-    assert f"--speculative-draft-model-path {tmp_path}/wide/draft" in words
+    assert (arm.pair, arm.shape) == (None, "wide"), f"shape=wide is no pair: {arm.pair}"
+    said = "a shape is served from its own folder with drawn weights"
+    assert f"--model-path {tmp_path}/wide/target" in words, f"{said}: {words}"
+    assert f"--speculative-draft-model-path {tmp_path}/wide/draft" in words, f"{said}: {words}"
     for flag in ("--load-format dummy", "--skip-tokenizer-init", "--max-running-requests 8"):
-        assert flag in words
-    assert words.endswith("--page-size 32")
+        assert flag in words, f"a shape is served with {flag}: {words}"
+    assert words.endswith("--page-size 32"), f"args of a spec come last: {words}"
     simulated = {name: value for name, value in arm._launch().env.items() if "SIMULATE_ACC" in name}
+    said = "drawn drafts of a shape are accepted at a fixed length, 3, by SGLANG_SIMULATE_ACC_LEN"
     assert simulated == {
         "SGLANG_SIMULATE_ACC_LEN": "3",
         "SGLANG_SIMULATE_ACC_METHOD": "match-expected",
-    }
-    assert not any("SIMULATE" in name for name in parse("sglang:", PAIRS)._launch().env)
+    }, f"{said} and _METHOD, not {simulated}"
+    others = [name for name in parse("sglang:", PAIRS)._launch().env if "SIMULATE" in name]
+    assert not others, f"drafts of a pair are judged, and no accept length is simulated: {others}"
     with pytest.raises(UsageError, match="accept_length = 5 is not accepted; accepted: at most 4"):
         parse("sglang:shape=wide,accept_length=5", PAIRS, folders).facts()
 
@@ -142,11 +145,12 @@ def test_with_a_slowed_reference_the_candidate_is_the_faster_arm(capsys):
     slowdowns = {
         role: [side.slowdown for side in asked.arms(role).values()] for role in asked.roles
     }
-    assert slowdowns == {
-        Role.CANDIDATE: [0.01, 0.0],
-        Role.SAME: [0.01, 0.01],
-        Role.INJECTED: [0.01, pytest.approx(1.01 * 1.01 - 1)],
-    }
+    injected = slowdowns.pop(Role.INJECTED)
+    said = "arm B of the injected control has the injected slowdown on top of arm A's own"
+    assert injected == [0.01, pytest.approx(1.01 * 1.01 - 1)], f"{said}, 1.01 * 1.01: {injected}"
+    said = "arm A is slowed by its own slowdown, and arm B in A/A alone"
+    due = {Role.CANDIDATE: [0.01, 0.0], Role.SAME: [0.01, 0.01]}
+    assert slowdowns == due, f"{said}, not {slowdowns}"
 
 
 def test_arms_of_two_shapes_are_refused(capsys):

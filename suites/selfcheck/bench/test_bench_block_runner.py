@@ -115,7 +115,9 @@ def test_so_many_blocks_as_asked_for_or_else_as_the_margin_says(tmp_path, monkey
     out = tmp_path / "bench.jsonl"
     Lab(monkeypatch).run(out, roles=(Role.SAME,), blocks_at_most=asked)
     (session,) = (line for line in read(out) if isinstance(line, Session))
-    assert {case.bounds.n_max for case in session.cases} == {most}
+    found = {case.bounds.n_max for case in session.cases}
+    told = "n_max of a case is the number of blocks asked for, else that of its margin"
+    assert found == {most}, f"{told}: {most}, not {found}"
 
 
 def verdicts(found, role):
@@ -246,12 +248,15 @@ def test_a_workload_of_all_blocks_is_measured_before_the_next(tmp_path, monkeypa
     )
     trials = [line for line in read(tmp_path / "bench.jsonl") if isinstance(line, Trial)]
     measured = [(t.block, t.workload, t.session) for t in trials]
-    assert list(dict.fromkeys(measured)) == [
+    obtained = list(dict.fromkeys(measured))
+    expected = [
         (block, workload, role.value)
         for block in range(2)
         for workload in ("small", "large")
         for role in Role
     ]
+    rule = "every session's small workload of a block is measured before any's large one"
+    assert obtained == expected, f"{rule}: {expected[:4]}, not {obtained[:4]}"
 
 
 def test_trials_that_share_no_launch_share_no_reference(tmp_path, monkeypatch):
@@ -292,24 +297,30 @@ def test_an_interrupted_run_goes_on_at_the_block_it_was_in(tmp_path, monkeypatch
     lab.stop_after, before = 10**9, len(lab.events)
     with pytest.raises(UsageError, match="--resume"):
         lab.run(out, workloads=(SMALL, LARGE))
-    with pytest.raises(UsageError, match="seed of session candidate"):
-        lab.run(out, workloads=(SMALL, LARGE), seed="y", resume=True)
-    with pytest.raises(UsageError, match="b of session injected"):  # the last of them alone differs
-        lab.run(out, workloads=(SMALL, LARGE), slowdown=0.03, resume=True)
-    with pytest.raises(UsageError, match="sessions = "):
-        lab.run(out, workloads=(SMALL, LARGE), roles=(Role.SAME,), resume=True)
-    with pytest.raises(UsageError, match="blocks_at_most = 40 is not accepted; accepted: 16, as"):
-        lab.run(out, workloads=(SMALL, LARGE), blocks_at_most=40, resume=True)
+    for other, match in (
+        ({"seed": "y"}, "seed of session candidate"),
+        ({"slowdown": 0.03}, "b of session injected"),  # the last of them alone differs
+        ({"roles": (Role.SAME,)}, "sessions = "),
+        ({"blocks_at_most": 40}, "blocks_at_most = 40 is not accepted; accepted: 16, as"),
+    ):
+        told, given = f"a run is not resumed with another plan, {other}", {"resume": True} | other
+        with pytest.raises(UsageError, match=match):
+            pytest.fail(f"{told}: {len(lab.run(out, workloads=(SMALL, LARGE), **given))} cases")
     found = lab.run(out, workloads=(SMALL, LARGE), resume=True)
-    assert verdict(found).verdict is BenchVerdict.OK
+    run = verdict(found).verdict
+    assert run is BenchVerdict.OK, f"a resumed run of equal arms is ok, not {run}"
     resumed = [event[1] for event in lab.events[before:] if event[0] == "measure"]
-    assert not any(slot.session == "rehearsal" for slot in resumed)
-    assert {slot.block for slot in resumed if slot.session == "candidate"} >= {1}
-    assert {f.workload.id for f in found} == {"small", "large"}
+    rehearsed = [slot for slot in resumed if slot.session == "rehearsal"]
+    assert not rehearsed, f"a resumed run rehearses nothing again: {rehearsed}"
+    blocks = {slot.block for slot in resumed if slot.session == "candidate"}
+    assert blocks >= {1}, f"a resumed run measures block 1, too, not {blocks} alone"
+    workloads = {f.workload.id for f in found}
+    assert workloads == {"small", "large"}, f"a resumed run judges all workloads, not {workloads}"
     measured = [t for t in read(out) if isinstance(t, Trial) and t.session != "rehearsal"]
     times = Counter((t.session, t.block, t.place, t.workload) for t in measured)
     # Of the nine trials before, one was of a block that the interruption cut off.
-    assert [key for key, n in times.items() if n > 1] == [("A/A", 1, 0, "small")]
+    twice, rule = [key for key, n in times.items() if n > 1], "no finished trial is measured again"
+    assert twice == [("A/A", 1, 0, "small")], f"{rule}, but of the block cut off: {twice}"
 
 
 def test_bad_conditions_make_it_invalid_and_never_a_failure(tmp_path, monkeypatch):
@@ -339,8 +350,9 @@ def test_as_many_blocks_are_left_as_the_case_with_the_fewest_needs():
         for f in found
     ]
     still_open = open_sessions([line for line in lines if isinstance(line, Session)], found)
-    left = {one.session.role: one.left for one in still_open}
-    assert left == {Role.SAME: 16, Role.CANDIDATE: 15, Role.INJECTED: 14}
+    left = {one.session.role.value: one.left for one in still_open}
+    rule = "blocks left of a session are 16 less those of its case that has fewest"
+    assert left == {"A/A": 16, "candidate": 15, "injected": 14}, f"{rule}, 0, 1 and 2, not {left}"
 
 
 def test_no_wave_begins_that_would_end_too_late(tmp_path, monkeypatch):

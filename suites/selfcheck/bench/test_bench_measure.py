@@ -202,8 +202,10 @@ def test_a_long_prompt_is_cut_to_warm_up_unless_a_part_of_its_step_is_added(spec
     made = replace(trials(log), prompts=lambda _: [(7,) * 9000, (8,) * 30])
     made.run(SLOT, parse(spec), Server(), LOOP)
     lengths = [entry[3] for entry in log if entry[0] == "sent"]
-    assert sorted(lengths[:2]) == [30, warm]
-    assert sorted(lengths[2:]) == [30, 30, 9000, 9000]
+    cold, timed = sorted(lengths[:2]), sorted(lengths[2:])
+    rule = "warm-up prompts are cut to 4096 tokens, and not where a part of a step is added"
+    assert cold == [30, warm], f"{rule}: [30, {warm}], not {cold}"
+    assert timed == [30, 30, 9000, 9000], f"measured prompts are whole, not {timed}"
 
 
 def test_an_added_part_is_one_of_whole_steps_though_arm_a_warmed_the_server_up_with_cut_prompts():
@@ -214,7 +216,8 @@ def test_an_added_part_is_one_of_whole_steps_though_arm_a_warmed_the_server_up_w
     del log[:]
     made.run(SLOT, attached.slowed(0.05), Server(), LOOP)
     before = [entry[3] for entry in log[: [entry[0] for entry in log].index("slow_down")]]
-    assert sorted(before) == [30, 9000]
+    rule = "before a part of its step is added a server warms up with whole prompts"
+    assert sorted(before) == [30, 9000], f"{rule}, [30, 9000], not {before}"
 
 
 def test_answers_are_checked_before_every_warm_up():
@@ -287,8 +290,10 @@ def test_after_a_disturbed_warm_up_no_step_sleeps_for_more_than_a_tenth_of_a_sec
     warm = {(Server.url, LOOP.id, None): step_ms}
     arm = parse("url:http://server").slowed(0.05)
     trial = replace(trials(log), warm=warm).run(SLOT, arm, Server(), LOOP)
-    assert trial.slept_s == pytest.approx(asked_s)
-    assert ("slow_down", trial.slept_s) in log
+    slept = trial.slept_s
+    rule = "a step sleeps 5 % of that of its server's own warm-up, at most 0.1 s"
+    assert slept == pytest.approx(asked_s), f"{rule}: {asked_s} s of {step_ms} ms, not {slept} s"
+    assert ("slow_down", slept) in log, f"the server is told to sleep {slept} s: {log}"
 
 
 @pytest.mark.parametrize(("on_gpu", "slept_on"), [(True, "gpu"), (False, "host")])
@@ -328,8 +333,9 @@ def test_cached_tokens_after_a_flush_refute_it():
 )
 def test_what_the_server_does_wrong_makes_the_trial_invalid(client, why):
     trial = trials([], **client).run(SLOT, parse("embedded:"), Server(), LOOP)
-    assert trial.metrics == {}
-    assert any(line.startswith(why) for line in trial.invalid)
+    assert trial.metrics == {}, f"a trial with a failed request has no metrics, not {trial.metrics}"
+    told = [line for line in trial.invalid if line.startswith(why)]
+    assert told, f"a failed request is told with its number and reason, {why}: {trial.invalid}"
 
 
 def test_a_server_that_never_is_ready_makes_the_trial_invalid():

@@ -43,10 +43,13 @@ def controlled(tmp_path, *ratios):
     [((1.0, 1.0), 0), ((1.05, 1.0), 1), ((1.0, 1.05), 1), ((0.95, 1.0), 0), ((1.0, 1.0, 1.05), 1)],
 )
 def test_the_worst_host_is_the_result(tmp_path, capsys, ratios, code):
-    assert compare.main(controlled(tmp_path, *ratios)) == code
+    ended = compare.main(controlled(tmp_path, *ratios))
+    rule = "compare ends with 1 if any host, first or last, regressed, else with 0"
+    assert ended == code, f"{rule}: hosts at {ratios} of A with {code}, not {ended}"
     verdicts = [line for line in capsys.readouterr().out.splitlines() if line[:8] == "verdict:"]
     said = {1.0: "ok", 1.05: "regressed", 0.95: "improved"}
-    assert verdicts == [f"verdict: {said[ratio]}" for ratio in ratios]
+    due = [f"verdict: {said[ratio]}" for ratio in ratios]
+    assert verdicts == due, f"each host has its own verdict, {due}, not {verdicts}"
 
 
 def test_effects_and_intervals_stand_side_by_side(tmp_path, capsys):
@@ -68,14 +71,17 @@ def test_intervals_that_overlap_agree_and_those_without_a_bound_say_nothing(tmp_
     def bounded(*bounds):
         return agree([replace(evidence, low=low, high=high) for low, high in bounds])
 
-    assert bounded((0.70, 0.74), (0.73, 0.80)) is True
-    assert bounded((0.70, 0.74), (0.74, 0.80)) is True
-    assert bounded((0.70, 0.74), (0.75, 0.80)) is False
-    assert bounded((0.75, 0.80), (0.70, 0.74)) is False
+    rule = "hosts agree whose intervals have a ratio in common, if only a bound"
+    assert bounded((0.70, 0.74), (0.73, 0.80)) is True, rule
+    assert bounded((0.70, 0.74), (0.74, 0.80)) is True, rule
+    apart = "hosts whose intervals have no ratio in common disagree"
+    assert bounded((0.70, 0.74), (0.75, 0.80)) is False, apart
+    assert bounded((0.75, 0.80), (0.70, 0.74)) is False, apart
     # The first and the last have nothing in common.
-    assert bounded((0.70, 0.74), (0.73, 0.80), (0.76, 0.90)) is False
-    assert bounded((0.70, 0.74), (0.0, float("inf"))) is None
-    assert bounded((0.70, 0.74), (0.72, float("inf"))) is True
+    assert bounded((0.70, 0.74), (0.73, 0.80), (0.76, 0.90)) is False, apart
+    boundless = "an interval without any bound neither agrees nor disagrees"
+    assert bounded((0.70, 0.74), (0.0, float("inf"))) is None, boundless
+    assert bounded((0.70, 0.74), (0.72, float("inf"))) is True, rule
 
 
 ROW = WORKLOADS["smoke-bs2-in32-out32"]

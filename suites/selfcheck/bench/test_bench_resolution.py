@@ -80,9 +80,12 @@ def test_without_noise_every_effect_is_found_and_equal_arms_are_never_blamed():
     for workload in ("one", "two"):
         for effect, share in ((0.0, 0.0), (0.01, 1.0), (-0.01, 1.0)):
             one = shares[workload, effect]
-            assert (one.share, one.low, one.high) == (share, share, share)
+            seen = (one.share, one.low, one.high)
+            rule = f"without noise {share:.0%} of sessions of an effect of {effect:+.0%} find one"
+            assert seen == (share, share, share), f"{rule}, not {seen}"
             # Both workloads are decided by the same block; a start comes before each.
-            assert one.minutes == pytest.approx(one.blocks * BLOCK_S / 60)
+            told = f"{one.blocks} blocks take {BLOCK_S} s each, both workloads and a start"
+            assert one.minutes == pytest.approx(one.blocks * BLOCK_S / 60), f"{told}: {one.minutes}"
 
 
 def test_a_design_of_more_launches_takes_more_starts():
@@ -219,7 +222,8 @@ def test_drawn_sessions_have_the_thresholds_of_a_live_candidate():
     injected = [lines(role=Role.INJECTED), lines(role=Role.INJECTED)]
     files = [("h", [*one]) for one in (injected[0], candidate, injected[1])]
     (recorded,) = recorded_launches(files)
-    assert recorded.plan.role is Role.CANDIDATE, "an injected session has fewer cases"
+    said = "sessions are drawn with the cases of the recorded candidate, not of an injected session"
+    assert recorded.plan.role is Role.CANDIDATE, said
     # Three metrics of two workloads share 5 %.
     said = "phases are told beside a step and count in no family, as in a measured session"
     assert recorded.thresholds.reject_null == pytest.approx(6 / 0.05), said

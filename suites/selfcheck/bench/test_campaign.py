@@ -77,14 +77,16 @@ def test_a_margin_narrows_the_step_time_alone_and_is_what_is_injected():
     )
     for before, after in zip(usual.margins, narrowed.margins, strict=True):
         if before.metric != "step_time":
-            assert after == before
+            assert after == before, f"--margin narrows step_time alone, not {after.metric}"
             continue
-        assert (before.delta0, before.delta1) == (0.002, 0.01)
-        assert (after.delta0, after.delta1) == (0.001, 0.005)
+        wide, narrow = (before.delta0, before.delta1), (after.delta0, after.delta1)
+        assert wide == (0.002, 0.01), f"delta0 and delta1 of a step are 0.2 and 1 %, not {wide}"
+        rule = "--margin 0.005 halves delta0 of a step with its delta1"
+        assert narrow == (0.001, 0.005), f"{rule}: (0.001, 0.005), not {narrow}"
     said = "the injected slowdown is the margin that cases are judged by, unless it is given"
     assert (usual.slowdown, narrowed.slowdown) == (0.01, 0.005), said
     more = ["--margin", "0.005", "--injected", "0.02"]
-    assert bench.setup(bench.parser().parse_args([*words, *more])).slowdown == 0.02
+    assert bench.setup(bench.parser().parse_args([*words, *more])).slowdown == 0.02, said
 
 
 def test_phases_may_cost_half_a_percent_and_no_other_row_has_a_margin_of_its_own():

@@ -139,7 +139,8 @@ def test_verdicts_stop_early_and_later_blocks_change_nothing(effect, verdict, bl
 
 def test_throughput_turns_the_sign_and_not_the_ratio():
     found = evidence([0.5] * 8, metric=MARGINS["output_throughput"])
-    assert (found.verdict, found.ratio) == (BenchVerdict.IMPROVED, pytest.approx(math.exp(0.5)))
+    assert found.verdict == BenchVerdict.IMPROVED, f"more throughput is improved: {found.verdict}"
+    assert found.ratio == pytest.approx(math.exp(0.5)), f"its ratio is B / A, not {found.ratio}"
 
 
 def test_no_decision_within_n_max_is_inconclusive():
@@ -186,7 +187,8 @@ def test_a_session_has_the_drawn_orders():
     with pytest.raises(ContractError, match="block 0 order"):
         judge([other], plan)
     reversed_ = sum(draw_order("s", i, Design.QUADS) == "BAAB" for i in range(1000))
-    assert 430 < reversed_ < 570
+    told = "orders are drawn by a fair coin: about half of 1000 blocks are BAAB"
+    assert 430 < reversed_ < 570, f"{told}, not {reversed_}"
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, 0.0, None, True])
@@ -219,12 +221,14 @@ def test_short_trials_forget_drifts_and_spikes(order):
     seen, mirror = (
         Block(index=0, order=arms, values=tuple(np.exp(logs))).effect for arms in (order, swapped)
     )
-    assert seen == pytest.approx(slower, abs=0.001)
-    assert mirror == pytest.approx(-seen)
+    rule = "drift and three spikes of 32 trials move no effect of a block"
+    assert seen == pytest.approx(slower, abs=0.001), f"{rule}: log(1.01), not {seen}"
+    assert mirror == pytest.approx(-seen), f"swapped arms have the opposite effect: {mirror}"
     for name in ("effect", "effect_in_cycles"):
         clocks = (1500.0,) * len(order)
         clocked = Block(index=0, order=order, values=tuple(np.exp(logs)), mhz=clocks)
-        assert getattr(clocked, name) == pytest.approx(seen)
+        found = getattr(clocked, name)
+        assert found == pytest.approx(seen), f"equal clocks change no {name}: {seen}, not {found}"
 
 
 @pytest.mark.parametrize(
@@ -246,7 +250,9 @@ def test_an_effect_is_withdrawn_for_clocks_that_differ_and_not_for_their_jitter(
         )
         for block, percent in zip(blocks, clocks, strict=True)
     ]
-    assert judge(clocked, plan).verdict == verdict
+    found = judge(clocked, plan).verdict
+    rule = "lower clocks of B withdraw an effect unless they jitter by more than it"
+    assert found == verdict, f"{rule}: {clocks} % off A's are {verdict}, not {found}"
 
 
 def test_families():

@@ -42,11 +42,14 @@ def evidence(ratio: float, verdict: BenchVerdict) -> Evidence:
 @pytest.mark.parametrize("name", BAD)
 def test_each_broken_condition_is_named_whichever_trial_has_it(name):
     bad = replace(GOOD, **{name: BAD[name]})
-    (found,) = reasons([GOOD, bad])
-    assert found.startswith(f"{name}: ")
-    assert reasons([bad, GOOD]) == (found,)
-    partly = replace(GOOD, **{name: None})
-    assert reasons([GOOD, partly]) == (f"{name}: asked of some trials only",)
+    found = reasons([GOOD, bad])
+    told = f"a block of a trial with {name} = {BAD[name]} is dropped for that alone"
+    assert [why.startswith(f"{name}: ") for why in found] == [True], f"{told}, not for {found}"
+    swapped = reasons([bad, GOOD])
+    assert swapped == found, f"{told}, whichever trial has it: {swapped}"
+    partly = reasons([GOOD, replace(GOOD, **{name: None})])
+    told = f"a block of trials of which some have no {name} is dropped"
+    assert partly == (f"{name}: asked of some trials only",), f"{told}, not for {partly}"
 
 
 @pytest.mark.parametrize(

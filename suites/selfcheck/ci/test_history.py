@@ -168,6 +168,10 @@ def test_a_night_counts_once_and_comes_back_as_it_was(tmp_path: Path) -> None:
     entries = [night(1), night(2, low=None, sku="NVIDIA\u2028H200\x85"), night(2)]
     assert history.read(path) == []
     assert history.append(path, entries) == entries
+    try:
+        history.read(path)
+    except UsageError as error:
+        pytest.fail(f"a night is one line, though its sku has a separator, U+2028: {error}")
     new = [night(1, sku="NVIDIA H200"), night(3)]
     said = "two kinds of machine whose nights start in the same second both enter the history"
     assert history.append(path, [night(1, cost=9.0), *new]) == [*entries, *new], said

@@ -74,6 +74,8 @@ def test_a_signal_ends_a_program_in_one_line(
         send = os.killpg if number == signal.SIGINT else os.kill
         send(program.pid, number)
         output, errors = program.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"{number.name} ends a program within 60 s")
     finally:
         program.kill()
     # Another line of it is read above.

@@ -109,8 +109,10 @@ def test_kernel_packages_and_disk_are_asked_where_a_gpu_is(
     monkeypatch.setattr(checks, "checks", lambda *given, **_: asked.append(given) or [])
     assert command.main(["--dry-run"]) == 0
     [(extras, _, free_gib, _)] = asked
-    assert ("gpu" in extras) is bool(gpus)
-    assert (free_gib > 0) is bool(gpus)
+    rule = "kernel packages are asked for where a GPU is, and only there"
+    assert ("gpu" in extras) is bool(gpus), f"{rule}: {extras} with {gpus}"
+    rule = "free disk for both arms is asked for where a GPU is, and only there"
+    assert (free_gib > 0) is bool(gpus), f"{rule}: {free_gib} GiB with {gpus}"
 
 
 @pytest.mark.usefixtures("no_gpu", "quick")
@@ -220,13 +222,20 @@ def test_a_night_is_green_only_with_its_stages_and_its_benchmark(
     monkeypatch.setattr(machine, "pynvml", Driver(("NVIDIA X", sm)))
     history = tmp_path / "history.jsonl"
     asked = ["--report", str(tmp_path), "--history", str(history), "--unpinned"]
-    assert command.main([*asked, *words]) == exits
+    ended = command.main([*asked, *words])
+    rule = "a night ends with 1 if a stage or benchmark failed or a case regressed, else with 0"
+    assert ended == exits, f"{rule}: {exits}, not {ended}"
     text = (tmp_path / "summary").read_text()
     said = "a night's summary comes after what the job's other steps told GitHub"
     assert text.startswith("of an earlier step\n"), said
-    assert "as pinned" in text
-    assert f"not verified on Blackwell (10.0, 10.3): {left} trials" in text
+    assert "as pinned" in text, f"a summary tells what is installed as pinned: {text}"
+    told = f"not verified on Blackwell (10.0, 10.3): {left} trials"
+    rule = "a trial that ran on Blackwell is verified, whatever --attention-backend the night has"
+    assert told in text, f"{rule}: {told!r}, not {text}"
     [undone] = [line for line in text.splitlines() if line.startswith("  stages: ")] or [""]
-    assert ("server" in undone) == (sm == (9, 0) or code != 0)
-    assert ("## specgate: no benchmark" in text) == (effects is None)
-    assert history.is_file() == (effects is not None)
+    told = "a summary names each stage that did not succeed on Blackwell, and no other"
+    assert ("server" in undone) == (sm == (9, 0) or code != 0), f"{told}: {undone!r}"
+    told = "a summary says that there is no benchmark where there is none"
+    assert ("## specgate: no benchmark" in text) == (effects is None), f"{told}: {text}"
+    told = "a night enters the history if it has a benchmark"
+    assert history.is_file() == (effects is not None), told
