@@ -132,9 +132,16 @@ def test_three_hosts_stand_side_by_side_and_each_must_have_judged(tmp_path):
     table, *_ = side_by_side(runs).renderables
     numbers = [f"{number}: B / A" for number in (1, 2, 3)]
     shown = {column.header: [*column.cells] for column in table.columns}
-    assert [shown[number] for number in numbers] == [["+0.0 %"], ["+5.0 %"], ["+2.0 %"]]
+    effects = [shown[number] for number in numbers]
+    said = "each host's effect stands in its own column: +0.0 %, +5.0 %, +2.0 %"
+    assert effects == [["+0.0 %"], ["+5.0 %"], ["+2.0 %"]], f"{said}, not {effects}"
     runs[1] = replace(runs[1], run=replace(runs[1].run, findings=()))
-    assert not side_by_side(runs).renderables, "what a host in the middle lacks is compared by none"
+    said = "a metric that a host in the middle did not judge is left out of the comparison"
+    try:
+        tables = side_by_side(runs).renderables
+    except KeyError as error:
+        pytest.fail(f"{said}, not looked up: {error}")
+    assert not tables, said
 
 
 def test_interpreters_folders_seeds_and_passes_may_differ(tmp_path):

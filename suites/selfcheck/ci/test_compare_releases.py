@@ -279,9 +279,15 @@ def test_chosen_trials_do_not_pass_for_all(
 def test_a_run_that_broke_off_is_told_and_not_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, planned: int, told: str | None
 ) -> None:
-    monkeypatch.setattr(compare_releases.Side, "run", lambda *_: code)
     chosen = tmp_path / compare_releases.CHOSEN
     chosen.mkdir()
+
+    def run(side: compare_releases.Side, folder: Path, args: Sequence[str]) -> int:
+        said = f"trials that {args} choose are run into a folder of their own, not among all"
+        assert folder == chosen, f"{said}: {folder.name}, expected {chosen.name}"
+        return code
+
+    monkeypatch.setattr(compare_releases.Side, "run", run)
     write_records(chosen / "records.jsonl", [replace(PASSED, planned=planned)])
     side = compare_releases.Side("0.5.23")
     if told is None:

@@ -77,12 +77,22 @@ def test_a_unit_of_a_run_that_is_killed_as_it_begins_has_its_record(
         with pytest.raises(KeyboardInterrupt):
             store(tmp_path, resume=resume)
     forgotten = not resume and nth > 1
+    kept: set[str] = set()
+    told = ""
+    try:
+        kept = store(tmp_path, resume=True).kept(WORK)
+    except UsageError as error:
+        told = str(error)
+    said = "a run that is killed before its new ended.jsonl is whole has lost no unit"
+    assert forgotten or not told, f"{said}: {told}"
+    said = f"each unit that counts as done, of {sorted(kept)}, has its record"
+    assert kept <= {*cases(tmp_path)}, f"{said}: records are of {cases(tmp_path)}"
     if forgotten:
-        with pytest.raises(UsageError, match="the folder of a run"):
-            store(tmp_path, resume=True)
+        said = "what a run begun anew has forgotten cannot be resumed"
+        assert "the folder of a run" in told, f"{said}: {told or kept}"
     else:
-        assert store(tmp_path, resume=True).kept(WORK) == {"a", "c"}
-        assert cases(tmp_path) == ["a", "c"]
+        assert kept == {"a", "c"}, f"good ends are kept, a and c, not {kept}"
+        assert cases(tmp_path) == ["a", "c"], f"records of good ends are kept: {cases(tmp_path)}"
 
 
 def test_a_unit_has_ended_once_its_record_is_written(

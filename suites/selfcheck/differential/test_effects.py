@@ -23,8 +23,10 @@ def test_operations_and_bytes_are_exact() -> None:
         "aten.zeros.default": 1,
         "aten.topk.default": 1,
     }
-    assert effects.bytes_allocated == 4 * 8 * 4 + 16 * 8 + 2 * 8 + 2 * 8
-    assert effects.host_syncs == []
+    due = 4 * 8 * 4 + 16 * 8 + 2 * 8 + 2 * 8
+    told = "bytes_allocated counts each new result, no view and nothing in place"
+    assert effects.bytes_allocated == due, f"{told}: {due}, not {effects.bytes_allocated}"
+    assert effects.host_syncs == [], "what reads nothing on the host is no host sync"
     assert (effects.count("topk"), effects.count("aten."), effects.count("mm")) == (1, 5, 0)
 
 
@@ -48,6 +50,11 @@ def test_each_host_sync_is_reported_once_with_its_line_and_still_happens() -> No
         longest, mirror, fresh = plan()
     assert (longest, mirror, fresh.tolist()) == (5, [3, 5], [5])
     first = plan.__code__.co_firstlineno
+    syncs = [sync.partition(" at ")[0] for sync in effects.host_syncs]
+    told = "int of a tensor, Tensor.tolist and torch.tensor of a list are a host sync each"
+    assert syncs == ["aten._local_scalar_dense.default", "Tensor.tolist", "torch.tensor"], (
+        f"{told}: counted were {syncs}"
+    )
     assert effects.host_syncs == [
         f"aten._local_scalar_dense.default at {__file__}:{first + 1}",
         f"Tensor.tolist at {__file__}:{first + 2}",
@@ -112,8 +119,11 @@ def test_an_empty_mirror_makes_no_other_empty_tensor_the_hosts() -> None:
     mirror, lengths = torch.ones(0), torch.ones(0)
     with observe(host=[mirror]) as effects:
         lengths.tolist()
-    told = "memory is told by its storage: tensors without elements have one address"
-    assert len(effects.host_syncs) == 1, told
+    syncs = [sync.partition(" at ")[0] for sync in effects.host_syncs]
+    told = (
+        "Tensor.tolist of an empty tensor is a host sync, unless its storage is the host's mirror's"
+    )
+    assert len(syncs) == 1, f"{told}: counted were {syncs}"
 
 
 def test_work_on_a_mirror_of_the_host_is_not_counted() -> None:

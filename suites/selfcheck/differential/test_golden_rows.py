@@ -205,15 +205,19 @@ def test_a_draft_is_judged_up_to_the_token_that_differs() -> None:
     golden = replace(recorded(find("mha-decode-bs2_ragged")), tensors=kept(exact))
     followed_path = torch.tensor([[9, 3, 4], [9, 1, 2]])
     nothing = Answer(hidden_states=logits * 0, logits=logits * 0)
-    assert judged(golden, exact, nothing, followed_path)["golden.logits"].rows == 6
+    count = judged(golden, exact, nothing, followed_path)["golden.logits"].rows
+    said = "the golden judges the logits of every step of a draft that chose the golden's tokens"
+    assert count == 6, f"{said}: 6 rows, not {count}"
     parted = torch.tensor([[9, 7, 4], [9, 1, 7]])
     other = replace(exact, logits=logits.clone())
     other.logits[[1, 2, 5]] += 1
     found = judged(golden, other, nothing, parted)["golden.logits"]
-    assert (found.rows, found.passed) == (3, True)
+    said = "the golden judges the logits of no step behind a token that differs"
+    assert (found.rows, found.passed) == (3, True), f"{said}: 3 rows, not {found.rows}"
     other.logits[4] += 1
     found = judged(golden, other, nothing, parted)["golden.logits"]
-    assert (found.bad_rows, found.where) == (1, "row 4")
+    said = "wrong logits of the step that chose the differing token are told with their row"
+    assert (found.bad_rows, found.where) == (1, "row 4"), f"{said}: row 4, not {found.where}"
     coarse = torch.zeros_like(logits)
     coarse[4] = 1
     rounded = Answer(hidden_states=nothing.logits, logits=coarse)

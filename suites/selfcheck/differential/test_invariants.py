@@ -55,8 +55,10 @@ def test_where_tails_say_nothing_a_padded_lanes_own_pages_are_in_the_pool():
     stale = replace(PLANNED, page_table=int32([[4, 77, 77, 77], [2, 7, 5, 77], [9, 77, 77, 77]]))
     assert check_metadata(stale, **GIVEN, conventions=tails) == []
     outside = replace(PLANNED, page_table=int32([[4, 0, 0, 0], [2, 7, 5, 0], [77, 0, 0, 0]]))
-    (found,) = check_metadata(outside, **GIVEN, conventions=tails)
-    assert found.startswith("page_table[2] names page 77 of 10")
+    found = check_metadata(outside, **GIVEN, conventions=tails)
+    said = "page_table of a padded lane names a page of the pool, 0 to 9, whatever its tail"
+    assert len(found) == 1, f"{said}: 77 is told once, not as {found}"
+    assert found[0].startswith("page_table[2] names page 77 of 10"), f"{said}: {found}"
 
 
 def test_well_formed_metadata_has_no_violation():
@@ -140,7 +142,10 @@ def test_missing_swa_table_and_wrong_swa_pages():
 
 def test_every_violation_is_reported():
     broken = replace(PLANNED, cu_seqlens_k=PLANNED.cu_seqlens_k + 1, max_seq_len_q=1)
-    assert len(check_metadata(broken, **GIVEN)) == 2
+    found = check_metadata(broken, **GIVEN)
+    assert len(found) == 2, (
+        f"a wrong cu_seqlens_k and a max_seq_len_q too small are both told: {found}"
+    )
 
 
 def test_an_idle_forward_is_well_formed():
@@ -177,19 +182,25 @@ ROWS = {"seq_lens": 2, "hidden_states": 2, "input_ids": 2}
 
 def test_padding_holds_its_declared_value():
     assert check_padding(BUFFERS, PADS, ROWS) == []
-    assert check_padding(BUFFERS, PADS | {"seq_lens": 4}, ROWS) == [
-        "seq_lens[2] and 1 more are not 4 [stale or undeclared padding]"
-    ]
+    found = check_padding(BUFFERS, PADS | {"seq_lens": 4}, ROWS)
+    said = "each padded row of a buffer, from the first on, holds its pad: seq_lens[2] and [3]"
+    assert found == ["seq_lens[2] and 1 more are not 4 [stale or undeclared padding]"], (
+        f"{said} are told, not {found}"
+    )
     stale = BUFFERS | {"hidden_states": torch.tensor([[1.0, 2.0], [3.0, 4.0], [0.0, 9.0]])}
-    assert check_padding(stale, PADS, ROWS) == [
-        "hidden_states[2] and 0 more are not 0 [stale or undeclared padding]"
-    ]
+    found = check_padding(stale, PADS, ROWS)
+    said = "each element of a padded row holds its pad"
+    assert found == ["hidden_states[2] and 0 more are not 0 [stale or undeclared padding]"], (
+        f"{said}: hidden_states[2] is [0, 9], and told are {found}"
+    )
     poisoned = BUFFERS | {"hidden_states": torch.full((3, 2), torch.nan)}
-    assert len(check_padding(poisoned, PADS, ROWS)) == 1
+    found = check_padding(poisoned, PADS, ROWS)
+    assert len(found) == 1, f"a padded row of hidden_states that is NaN is told: {found}"
     undeclared = {"positions": torch.zeros(2)}
-    assert check_padding(undeclared, PADS, ROWS) == [
-        "positions declares no pad or no row count [stale or undeclared padding]"
-    ]
+    found = check_padding(undeclared, PADS, ROWS)
+    assert found == ["positions declares no pad or no row count [stale or undeclared padding]"], (
+        f"a buffer whose pad or row count is not declared is told: {found}"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
@@ -205,13 +216,22 @@ def test_writes_land_in_their_slots_and_nowhere_else(dtype):
     def check(written, due):
         return check_writes({"k0": before}, written, {"k0": due}, page_size=16)
 
-    assert check(after(3, 17), [3, 17]) == []
-    assert check(after(0, 3, 17), [3, 17]) == []
-    assert check(after(3, 18), [3, 17]) == [
-        "k0 slot 18 (page 1) and 0 more: was overwritten [index space or capacity]",
-        "k0 slot 17 (page 1) and 0 more: was not written [index space or capacity]",
-    ]
-    assert check({}, [3]) == ["k0 has no expected slots or is gone [index space or capacity]"]
+    found = check(after(3, 17), [3, 17])
+    assert found == [], f"a forward that writes its slots, 3 and 17, and no other is right: {found}"
+    found = check(after(0, 3, 17), [3, 17])
+    assert found == [], f"slot 0 is padding's, which any forward may write: {found}"
+    overwritten = "k0 slot 18 (page 1) and 0 more: was overwritten [index space or capacity]"
+    missing = "k0 slot 17 (page 1) and 0 more: was not written [index space or capacity]"
+    found = check(after(3, 18), [3, 17])
+    said = "a forward that writes a slot that is not its own is told"
+    assert overwritten in found, f"{said}: it wrote 18, due were 3 and 17: {found}"
+    said = "a forward that does not write one of its own slots is told"
+    assert missing in found, f"{said}: it wrote 3 and 18, due were 3 and 17: {found}"
+    assert found == [overwritten, missing]
+    found = check({}, [3])
+    assert found == ["k0 has no expected slots or is gone [index space or capacity]"], (
+        f"a buffer of the cache that is gone is told: {found}"
+    )
 
 
 def test_of_a_long_table_a_few_columns_are_told_from_the_first_that_differs() -> None:

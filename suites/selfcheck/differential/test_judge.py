@@ -46,13 +46,15 @@ def test_a_draft_that_feeds_another_requests_token(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Rig, "batch_of", rolled)
     record = run_trial(find("mha-multi_step_draft-bs2_ragged"), MHA, EAGER)
-    assert record.verdict is Verdict.WRONG_TOKENS, record.message
+    told = f"{record.verdict} {record.message}"
+    said = "a draft that does not begin with its request's topk_index is wrong_tokens"
+    assert record.verdict is Verdict.WRONG_TOKENS, f"{said}: {told}"
     found = re.fullmatch(
         r"draft_tokens: first tokens \[(\d+), (\d+)\], expected \[(\d+), (\d+)\]", record.message
     )
-    assert found, record.message
+    assert found, f"{said} and told with its first tokens: {told}"
     assert found[1] != found[2]
-    assert (found[1], found[2]) == (found[4], found[3])
+    assert (found[1], found[2]) == (found[4], found[3]), f"{said}, each request's: {told}"
 
 
 @pytest.mark.parametrize("execution", [EAGER, GRAPH])

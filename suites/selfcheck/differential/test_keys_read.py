@@ -175,18 +175,19 @@ def test_keys_that_are_nearer_to_another_position_but_not_there_are_not_named() 
         (0.6, ""),
     ):
         own[slots] = (right + share * (next_to_it - right)).to(own.dtype)
-        told = "keys are said to be rotated for another position where they are those of it"
-        assert rotation(result) == said, told
+        told = f"keys that are {share:.0%} of the way to those of the next position"
+        told += f" are told as {said!r}" if said else " are not told as rotated for it"
+        assert rotation(result) == said, f"{told}: {rotation(result)!r}"
 
 
 def test_every_request_whose_keys_were_read_is_named() -> None:
     read = KeysRead(keys={(0, 0), (1, 4), (1, 5), (2, 3), (3, 9)})
-    faults = _faults(read, 2, expected={(2, 3)}, first=0, position=3)
+    faults = _faults(read, 2, {(2, 3)}, 0, 3)
     assert faults == [
         "keys 0 of request 0",
         "keys 4..5 of request 1",
         "keys 9 of request 3",
-    ], "each request whose keys were read is named"
+    ], f"each request whose keys were read is named, and told were {faults}"
 
 
 @pytest.mark.parametrize("execution", Execution)
@@ -196,7 +197,9 @@ def test_every_request_whose_keys_were_read_is_named() -> None:
 def test_a_subject_without_defect_reads_what_it_should(case_id: str, execution: Execution) -> None:
     case = find(case_id)
     subject = MLA if case.family == "mla" else MHA
-    assert keys_read(case, subject, execution).startswith(RIGHT)
+    found = keys_read(case, subject, execution)
+    said = "a query that read what its mask and window leave it is told without a fault"
+    assert found.startswith(RIGHT), f"{said}: {found}"
 
 
 def test_an_answer_that_is_no_number_is_named() -> None:

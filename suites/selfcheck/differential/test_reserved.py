@@ -80,9 +80,13 @@ def test_padded_lanes_compute_nan(name: str) -> None:
     subject = SUBJECTS[f"trtllm_{case.family}/trtllm_gen"]
     with torch.no_grad():
         result = run_forward(subject, make_trial_inputs(case, *decoys(case)), GRAPH)
-    for cached in result.pool_state.buffers().values():
-        assert cached[PADDING_SLOT].isnan().all()
-    assert run_trial(case, subject, GRAPH).verdict is Verdict.PASSED
+    for buffer, cached in result.pool_state.buffers().items():
+        told = "padded lanes compute NaN, so that no request can read it and pass"
+        is_nan = bool(cached[PADDING_SLOT].isnan().all())
+        assert is_nan, f"{told}: their slot {PADDING_SLOT} of {buffer} holds numbers"
+    record = run_trial(case, subject, GRAPH)
+    told = "NaN of padded lanes reaches no request"
+    assert record.verdict is Verdict.PASSED, f"{told}: {record.message}"
 
 
 def test_a_padded_lane_that_reaches_a_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,11 +33,12 @@ def taken(root: Path) -> str:
 def test_every_source_counts(tree: Path, name: str) -> None:
     before = taken(tree)
     (tree / name).write_text("other")
-    assert taken(tree) != before, f"{name} can change a verdict"
+    said = f"the digest of the tree changes with {name}, which can change a verdict"
+    assert taken(tree) != before, said
     (tree / name).write_text(FILES[name])
-    assert taken(tree) == before
+    assert taken(tree) == before, f"the digest is as before where {name} is"
     (tree / name).unlink()
-    assert taken(tree) != before
+    assert taken(tree) != before, f"{said}: it is gone"
 
 
 def test_a_renamed_file_counts(tree: Path) -> None:

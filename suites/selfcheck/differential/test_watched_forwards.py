@@ -103,16 +103,20 @@ def test_work_for_some_batches_alone(
         return original(self, *args, **options)
 
     monkeypatch.setattr(PagedBackend, verb, working)
-    assert run_trial(find(spared), GEN, execution).verdict is Verdict.PASSED
+    record = run_trial(find(spared), GEN, execution)
+    said = f"a batch for which {what} does nothing more passes"
+    assert record.verdict is Verdict.PASSED, f"{said}: {record.message}"
     record = run_trial(find(shown), GEN, execution)
-    assert record.verdict is Verdict.BROKEN_INVARIANT
+    said = f"operations that {what} has for some batches alone are red as beyond the formula"
+    assert record.verdict is Verdict.BROKEN_INVARIANT, f"{said}: {record.verdict} {record.message}"
     told = re.fullmatch(
         rf"{what}: (\d+) operations, expected (\d+) \[operations beyond the formula\]",
         record.message,
     )
-    assert told, record.message
+    assert told, f"{said} and nothing else: {record.message}"
     layers = find(shown).num_layers if verb == "forward" else 1
-    assert int(told[1]) - int(told[2]) == layers
+    said = f"{what} has {layers} operations beyond the formula"
+    assert int(told[1]) - int(told[2]) == layers, f"{said}: {record.message}"
 
 
 def test_work_for_padded_batches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,10 +129,12 @@ def test_work_for_padded_batches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(PagedBackend, "forward", working)
     spared = run_trial(find("mha-target_verify-bs2_ragged"), GEN, EAGER)
-    assert spared.verdict is Verdict.PASSED
+    said = "a batch without rows of DP padding is spared their operations"
+    assert spared.verdict is Verdict.PASSED, f"{said}: {spared.message}"
     record = run_trial(find("mha-target_verify-dp_padding_whole_rows"), GEN, EAGER)
-    assert record.verdict is Verdict.BROKEN_INVARIANT
-    assert record.message.startswith("the forward: ")
+    said = "operations of an eager forward for DP-padded batches alone are red, beyond the formula"
+    assert record.verdict is Verdict.BROKEN_INVARIANT, f"{said}: {record.verdict} {record.message}"
+    assert record.message.startswith("the forward: "), f"{said}: {record.message}"
 
 
 def test_work_that_is_left_out_is_told_too() -> None:
@@ -176,7 +182,8 @@ def test_a_query_that_is_cast_is_not_copied_too(kernel: str, batch: int, kv: str
     # One token's query is a view that nobody copies, and one in FP8 is new whatever its batch.
     row = {"family": Family.MHA, "mode": Mode.DECODE, "batch": batch, "length": 256, "kv": kv}
     record = run_trial(case_of(row), SUBJECTS[f"trtllm_mha/{kernel}"], GRAPH)
-    assert (record.verdict, record.message) == (Verdict.PASSED, "")
+    said = "a right graph passes: one token spares no copy of a query that is cast, as none is made"
+    assert (record.verdict, record.message) == (Verdict.PASSED, ""), f"{said}: {record.message}"
 
 
 @pytest.mark.parametrize("baseline", ["dead_topk", "host_lengths", "kv_indices"])

@@ -135,7 +135,9 @@ def test_fp8_round_trip_by_hand():
     assert oracle.quantize_dequantize(x, 1.0).tolist() == expected
     for scale in (0.5, 2.0):
         found = oracle.quantize_dequantize(x * scale, scale).tolist()
-        assert found == [e * scale for e in expected], "what is saturated is the scaled value"
+        due = [e * scale for e in expected]
+        said = f"with scale {scale} FP8 values saturate at 448 times it, {448 * scale}"
+        assert found == due, f"{said}: {found}, expected {due}"
     assert oracle.quantize(x, 1.0).dtype == torch.float8_e4m3fn
 
 

@@ -210,18 +210,25 @@ def test_experts_are_chosen_by_group_and_weighted_by_affinity():
     # With the bias the groups add up to 1.0, 1.15 and 0.97: the third, with the best expert of
     # all, is closed; among the others 0 and 3 are best and weigh 0.9 and 0.6, without the bias.
     expected = torch.tensor([[0.9, 0, 0, 0.6, 0, 0]]) * 2.5 / 1.5
-    torch.testing.assert_close(route(weights, x, GROUPS), expected.double())
+    routed = route(weights, x, GROUPS)
+    said = "affinities without bias, normalized and times routed_scaling_factor, weigh the experts"
+    torch.testing.assert_close(routed, expected.double(), msg=f"{said}: {routed.tolist()}")
     raw = route(weights, x, GROUPS | {"norm_topk_prob": False, "routed_scaling_factor": 1.0})
-    assert raw[0].tolist() == pytest.approx([0.9, 0, 0, 0.6, 0, 0])
+    said = f"without norm_topk_prob experts are weighted by their affinities: {raw.tolist()}"
+    assert raw[0].tolist() == pytest.approx([0.9, 0, 0, 0.6, 0, 0]), said
     # The bias alone lets expert 2 overtake expert 3.
     weights = OracleWeights({"gate.weight": gate, "gate.e_score_correction_bias": bias + 0})
     weights["gate.e_score_correction_bias"][2] = 0.45
-    assert route(weights, x, GROUPS)[0].nonzero().flatten().tolist() == [0, 2]
+    chosen = route(weights, x, GROUPS)[0].nonzero().flatten().tolist()
+    said = "e_score_correction_bias is added to the affinities that experts are chosen by"
+    assert chosen == [0, 2], f"{said}: experts [0, 2], not {chosen}"
     # Equal biases choose nothing else, also where they make every score negative.
     for shift in (0.0, -2.0):
         level = torch.full((6,), shift)
         weights = OracleWeights({"gate.weight": gate, "gate.e_score_correction_bias": level})
-        assert route(weights, x, GROUPS)[0].nonzero().flatten().tolist() == [0, 3]
+        chosen = route(weights, x, GROUPS)[0].nonzero().flatten().tolist()
+        said = f"no closed group's expert is chosen, e_score_correction_bias being {shift} for all"
+        assert chosen == [0, 3], f"{said}: experts [0, 3], not {chosen}"
 
 
 @pytest.mark.parametrize("shared", [0, 1])

@@ -85,9 +85,11 @@ def test_a_budget_counts_on_from_a_random_seed_and_runs_nothing_else(run: Run) -
         given = list(map(int, words("seeds")))
         assert given == [given[0], given[0] + 1, given[0] + 2, given[0] + 3], DRAWS_ON
         first.append(given[0])
-    assert first[0] != first[1]
+    told = "each run with --property-seconds begins at a random seed of its own"
+    assert first[0] != first[1], f"{told}: two began at {first[0]}"
     run("--property-seconds", 0.5, "--hypothesis-seed", 7)
-    assert words("seeds") == ["7", "8"]
+    told = "--property-seconds counts on from the --hypothesis-seed that is named, 7"
+    assert words("seeds") == ["7", "8"], f"{told}: {words('seeds')}"
 
 
 def test_a_failure_says_its_seed_and_the_command_that_repeats_it(run: Run) -> None:
@@ -131,9 +133,11 @@ def test_a_row_is_replayed_before_anything_is_drawn(
     known = eval(row.replace("…", "41"), vars(past_examples))
     monkeypatch.setattr(past_examples, "ROWS", (known,))
     run().assert_outcomes(passed=2)
-    assert words("drawn")[0] == "41a"
+    told = "an example that a property test once failed on is tried before any is drawn"
+    assert words("drawn")[0] == "41a", f"{told}: 41a, not {words('drawn')[0]}"
     run(numbers="(41,)").assert_outcomes(failed=1, passed=1)
-    assert words("drawn") == ["41a"] * len(words("drawn"))
+    told = "where the past example fails again, none is drawn"
+    assert words("drawn") == ["41a"] * len(words("drawn")), f"{told}: {words('drawn')}"
 
 
 @pytest.mark.parametrize(

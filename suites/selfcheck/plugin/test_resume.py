@@ -162,6 +162,8 @@ def test_a_red_trial_that_is_not_chosen_keeps_its_record(project: pytest.Pyteste
         said = "a red trial that was not asked again is still red"
         assert found == green | {"case3": Verdict.WRONG_NUMBERS}, said
     project.runpytest_inprocess(*ARGS, "--resume")
+    red = [case for case, record in records(project).items() if record.verdict.is_red]
+    assert not red, f"a resumed run runs red trials again: {red}, mended since, are still red"
     assert {record.verdict for record in records(project).values()} == {Verdict.PASSED}
 
 
