@@ -204,10 +204,14 @@ def test_a_lane_that_no_node_ran_is_red(tmp_path: Path, capsys: pytest.CaptureFi
     words = ["mutants", "--kinds", "cpu", "--wait", "2", "--report", str(tmp_path)]
     options = command.parser().parse_args(words)
     code = command.run(NoNode(), options, [], 0.0)  # type: ignore[arg-type]
-    assert code == 1, "nothing of it failed, and nothing was verified"
+    assert code == 1, f"a lane that no node ran ends with 1, as nothing was verified: {code}"
     *before, last = capsys.readouterr().out.splitlines()
-    assert any("no node in 2 s; all of it stays unverified" in line for line in before)
-    assert last == "cluster: red: mutants"
+    said = "a lane that no node ran is told to stay unverified"
+    assert any("no node in 2 s; all of it stays unverified" in line for line in before), (
+        f"{said}: {before}"
+    )
+    said = "the last line of a red command names its red lanes"
+    assert last == "cluster: red: mutants", f"{said}: {last!r}"
 
 
 @pytest.mark.parametrize(("outcome", "code"), [("passed", 0), ("failed", 1)])
@@ -229,9 +233,13 @@ def test_a_failed_test_is_told_after_a_green_gate(
     works = [work("gpu", "sm90", [])]
     store = Store(tmp_path, works, resume=False, source=("", False))
     store.add(works[0], [UnitEnd(unit="some.py::test", outcome="failed", message="3 < 2")])
-    assert command.judge(store, works) == 1
+    code = command.judge(store, works)
+    assert code == 1, f"a lane of which a test failed ends with 1 beside a green gate: {code}"
     told = capsys.readouterr().out.splitlines()
-    assert told == ["gate: green", "cluster: failed: some.py::test on sm90: 3 < 2"]
+    said = "a failed test is told behind the gate's line"
+    assert told == ["gate: green", "cluster: failed: some.py::test on sm90: 3 < 2"], (
+        f"{said}: {told}"
+    )
 
 
 @pytest.mark.parametrize(

@@ -140,19 +140,22 @@ GREEN = dict.fromkeys(UNITS, "passed")
 def test_one_fault_costs_nothing_but_a_run_again(unit: str, fault: Answer) -> None:
     cluster = ScriptedCluster(once({unit: fault}))
     ran = Ran(cluster)
-    assert ran.outcomes == GREEN
+    name = type(fault).__name__
+    assert ran.outcomes == GREEN, f"each unit ends green behind one {name}: {ran.outcomes}"
     [one] = ran.drive.progress
     lost = 0 if isinstance(fault, Refused) else 1
-    assert one.losses.batches == lost, "a node that refuses has lost nothing"
+    said = f"a batch counts as lost with its node or worker, and not when refused: {name} is"
+    assert one.losses.batches == lost, f"{said} {lost}, not {one.losses.batches}"
     asked = Counter(u for _, units in cluster.asked for u in units or ())
     again = {u for u, times in asked.items() if times > 1}
     if unit == "plan":
-        assert again == set()
+        assert again == set(), f"{name} while planning has no unit run again: {sorted(again)}"
     else:
         [batch] = {
             units for _, units in cluster.asked if units and unit in units and len(units) > 1
         }
-        assert again == {*batch}
+        said = f"{name} has its batch alone run again, {sorted(batch)}: {sorted(again)}"
+        assert again == {*batch}, said
 
 
 def test_a_refused_node_is_named_once_with_its_versions() -> None:

@@ -114,31 +114,48 @@ def process(folder: Path) -> Iterator[PytestProcess]:
 
 
 def test_one_collection_serves_several_batches(process: PytestProcess, folder: Path) -> None:
-    assert len(process.collected) == 11
+    count = len(process.collected)
+    assert count == 11, f"each of the folder's 11 tests is collected, not {count}"
     first = process.run([node_id("passes"), node_id("is_red"), node_id("is_skipped")], 30.0)
-    assert [(end.unit, end.outcome) for end in first.ended] == [
+    outcomes = [(end.unit, end.outcome) for end in first.ended]
+    assert outcomes == [
         (node_id("passes"), "passed"),
         (node_id("is_red"), "failed"),
         (node_id("is_skipped"), "skipped"),
-    ]
-    assert first.ended[0].seconds >= 0.2
+    ], f"each test that was asked for is told with its outcome, in its order: {outcomes}"
+    seconds = first.ended[0].seconds
+    assert seconds >= 0.2, f"a test that sleeps 0.2 s is told to take as long, not {seconds} s"
     green, red = (Record.from_json(end.record) for end in first.ended[:2])
-    assert (green.case, green.verdict, green.planned) == ("one", Verdict.PASSED, 6)
-    assert (red.verdict, red.message) == (Verdict.WRONG_NUMBERS, "row 3")
-    assert first.ended[2].record == ""
-    assert first.ended[2].message.endswith("no such kernel")
-    assert (first.killer, first.left) == ("", ())
-    assert abs(first.began - time.time()) < 60
+    said = "a test that ended is told with the record of its trial"
+    assert (green.case, green.verdict, green.planned) == ("one", Verdict.PASSED, 6), (
+        f"{said}: {green.case}, {green.verdict}, {green.planned} planned"
+    )
+    assert (red.verdict, red.message) == (Verdict.WRONG_NUMBERS, "row 3"), (
+        f"{said}: {red.verdict}, {red.message}"
+    )
+    skipped = first.ended[2]
+    assert skipped.record == "", f"a skipped test has no record: {skipped.record}"
+    said = "a skipped test is told with its reason"
+    assert skipped.message.endswith("no such kernel"), f"{said}: {skipped.message}"
+    said = f"a batch that ended leaves no test, and none killed it: {first.left}, {first.killer!r}"
+    assert (first.killer, first.left) == ("", ()), said
+    assert abs(first.began - time.time()) < 60, f"a batch began just now, not at {first.began}"
     names = ("last", "skips_and_breaks", "fails_and_breaks")
     second = process.run([node_id(name) for name in names], 30.0)
     last, broken, failed = second.ended
-    assert (last.outcome, last.seconds) == ("passed", 0.01)
+    said = f"a test of no time has passed in 0.01 s: {last.outcome} in {last.seconds} s"
+    assert (last.outcome, last.seconds) == ("passed", 0.01), said
     assert broken.outcome == "failed", "a skipped test whose teardown fails counts as failed"
-    assert broken.message == "test_asked.py:35: RuntimeError: not put back"
-    assert failed.outcome == "failed"
-    assert failed.message == "test_asked.py:41: assert 1 == 2", "the first failure is the cause"
-    # What the tests of a batch share is made once for it, and torn down before the next.
-    assert (folder / "made.txt").read_text().split() == ["made", "torn"] * 2
+    said = "a skipped test whose teardown fails is told with the teardown's error"
+    assert broken.message == "test_asked.py:35: RuntimeError: not put back", (
+        f"{said}: {broken.message}"
+    )
+    said = "a red test whose teardown fails too is told with its own failure, not the teardown's"
+    assert failed.outcome == "failed", f"{said}: {failed.outcome}"
+    assert failed.message == "test_asked.py:41: assert 1 == 2", f"{said}: {failed.message}"
+    made = (folder / "made.txt").read_text().split()
+    said = "what the tests of a batch share is made once for it, and torn down before the next"
+    assert made == ["made", "torn"] * 2, f"{said}: {made}"
 
 
 def test_a_process_that_is_closed_leaves_no_descriptor_open(folder: Path) -> None:

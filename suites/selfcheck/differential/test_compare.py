@@ -168,10 +168,13 @@ def test_exact_data_tells_index_and_dtype():
 
 def test_many_differences_are_one_line():
     red = compare_exact("lens", list(range(1, 10)), list(range(9)))
-    assert "\n" not in red.message
-    assert "; and " in red.message
+    assert "\n" not in red.message, f"differences are told in one line: {red.message!r}"
+    said = "of nine differences those that are not shown are counted"
+    assert "; and " in red.message, f"{said}: {red.message!r}"
     for count, more in ((4, ""), (5, "; and 1 more")):
         red = compare_exact("lens", [7] * count, list(range(count)))
-        said = f"of {count} differences four are shown, and the others are counted"
+        said = f"bad_rows counts all of {count} differences, not {red.bad_rows}"
         assert red.bad_rows == count, said
-        assert red.message.partition("root[3] changed from 3 to 7.")[2] == more, said
+        rest = red.message.partition("root[3] changed from 3 to 7.")[2]
+        said = f"of {count} differences four are shown and only others are counted behind them"
+        assert rest == more, f"{said}: {more!r}, not {rest!r}"

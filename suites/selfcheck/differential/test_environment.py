@@ -46,10 +46,16 @@ def test_cuda_facts(monkeypatch):
 def test_a_device_is_one_of_those_that_are_here(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name in ("cpu", "cuda", "cuda:1"):
-        assert str(asked.present(name, "--device")) == name
+        obtained = str(asked.present(name, "--device"))
+        assert obtained == name, f"with two GPUs --device {name} is taken as it is: {obtained}"
     for name in ("cuda:2", "meta", "gpu"):
-        with pytest.raises(UsageError, match=f"^--device = '{name}' is not accepted"):
+        told = ""
+        try:
             asked.present(name, "--device")
+        except UsageError as error:
+            told = str(error)
+        said = f"with two GPUs, cuda:0 and cuda:1, --device {name} is refused by name: {told!r}"
+        assert told.startswith(f"--device = '{name}' is not accepted"), said
 
 
 def test_what_is_unknown_is_empty(monkeypatch):
@@ -75,7 +81,12 @@ def test_a_command_that_hangs_says_nothing(monkeypatch):
         return run(words, **options | {"timeout": 0.1})
 
     monkeypatch.setattr(subprocess, "run", impatient)
-    assert asked.command(sys.executable, "-c", "import time; time.sleep(60)") == ""
+    told = "a command of the environment, as git or nvidia-smi, that hangs says nothing"
+    try:
+        obtained = asked.command(sys.executable, "-c", "import time; time.sleep(60)")
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"{told}, and raises no TimeoutExpired")
+    assert obtained == "", f"{told}: {obtained!r}"
     assert patience[0] <= 60, "a command that hangs keeps no trial waiting"
 
 

@@ -113,10 +113,14 @@ def test_well_formed_metadata_has_no_violation():
     ],
 )
 def test_malformed_metadata(field, value, violation):
-    told = check_metadata(replace(PLANNED, **{field: value}), **GIVEN)
-    assert told, f"metadata whose {field}{violation} is a violation"
-    (found,) = told
-    assert found.startswith(field + violation)
+    said = f"metadata whose {field}{violation} is a violation"
+    try:
+        told = check_metadata(replace(PLANNED, **{field: value}), **GIVEN)
+    except ValueError as error:
+        pytest.fail(f"{said}, and no {error!r} of the judge")
+    assert told, said
+    assert len(told) == 1, f"{said}, told once: {told}"
+    assert told[0].startswith(field + violation), f"{said}, told so: {told[0]}"
 
 
 def test_missing_swa_table_and_wrong_swa_pages():

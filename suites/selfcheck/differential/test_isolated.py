@@ -83,11 +83,17 @@ def test_a_lost_process_costs_its_trial_alone(
 
 
 def test_a_process_that_ends_after_its_answer_costs_no_other_trial(process: TrialProcess) -> None:
-    assert run(process, "late").verdict is Verdict.PASSED
+    verdict = run(process, "late").verdict
+    assert verdict is Verdict.PASSED, (
+        f"a trial whose process ends after its answer passed: {verdict}"
+    )
     process._child.join(10)
-    found = run(process, "next")
-    said = "a trial runs, in a new process, that the one before it left none"
-    assert (found.verdict, found.case) == (Verdict.PASSED, "next"), said
+    said = "a trial whose process the one before it took down runs in a new one"
+    try:
+        found = run(process, "next")
+    except OSError as error:
+        pytest.fail(f"{said}, and ends with no {error!r}")
+    assert (found.verdict, found.case) == (Verdict.PASSED, "next"), f"{said}: {found.verdict}"
 
 
 def test_a_process_ends_with_its_killed_parent() -> None:

@@ -154,7 +154,10 @@ def test_keys_rotated_for_other_positions_are_named(
     case = find(case_id)
     record = run_trial(case, MLA if case.family == "mla" else MHA, execution)
     size = "2 too small" if shift < 0 else "1 too large"
-    assert record.message.startswith(f"keys of request 0 were rotated for positions {size}")
+    said = f"keys, also of a draft's own tokens, that are rotated for positions {size} are named"
+    assert record.message.startswith(f"keys of request 0 were rotated for positions {size}"), (
+        f"{said}: {record.message!r}"
+    )
 
 
 def test_keys_that_are_nearer_to_another_position_but_not_there_are_not_named() -> None:

@@ -77,22 +77,27 @@ def test_fixtures_and_processes_are_traced_where_their_test_is(
         def given():
             before = traced()
             yield before
-            assert traced() == before
+            assert traced() == before, "a fixture's teardown is traced where its test is"
 
         {marks}
         def test_one(given):
-            assert given == traced() == [{is_traced}] * 3
+            said = "a test, its fixtures and its processes are traced unless it is left out"
+            assert given == traced() == [{is_traced}] * 3, said
 
         def test_next(given):
-            assert given == traced() == [True] * 3
+            assert given == traced() == [True] * 3, "behind a test that is left out all is traced"
 
         def test_last():
             running = []
             while (current := Coverage.current()) in own:
                 current.stop()
                 running.append(current)
-            assert running == own[::-1], "whatever was stopped is started again, in its place"
+            said = "behind a test that is left out each coverage that it stopped runs again"
+            assert running == own[::-1], said + f": {{len(running)}} of 2, in their order"
         """
     )
     plugin = ("-p", "fixtures.pytest_plugin.traced_sample", "-n0")
-    pytester.runpytest_subprocess(*plugin).assert_outcomes(passed=3)
+    result = pytester.runpytest_subprocess(*plugin)
+    red = [line for line in result.outlines if line.startswith("E  ")]
+    assert not red, red[0].partition(": ")[2] or red[0]
+    result.assert_outcomes(passed=3)
