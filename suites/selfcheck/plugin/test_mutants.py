@@ -28,6 +28,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 LIMIT = 3
+SHIFT = min(
+    2, 0
+)
 if True:
     INSIDE, ELSE = 1, 2
 
@@ -38,7 +41,7 @@ def twice(x):
 
 
 def caller(x):
-    return twice(x) + LIMIT
+    return twice(x) + LIMIT + SHIFT
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,9 @@ def test_tests_that_execute_a_seam_come_first_and_the_fastest_of_them_at_the_sta
 
 
 def test_a_constant_is_asked_of_those_who_use_it(recording: Recording, toy: Path) -> None:
-    assert names(recording.order(locate(seam("LIMIT", "1"), toy)))[0] == "test_caller"
+    text = Text(id="toy", path="harness/toy.py", effect="Toy.", old="2, 0", new="2, 1")
+    for row in (seam("LIMIT", "1"), text):
+        assert names(recording.order(locate(row, toy)))[0] == "test_caller"
 
 
 def test_a_test_is_known_by_what_its_processes_execute(recording: Recording, toy: Path) -> None:
