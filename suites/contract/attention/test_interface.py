@@ -146,7 +146,11 @@ def test_an_older_tree_builder_is_given_no_layout_but_its_own() -> None:
 def test_when_reads_end_is_unknown_until_somebody_looks() -> None:
     ends = {mode: Plain().shared_read_ends(mode) for mode in ForwardMode}
     in_replay = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
-    assert ends == dict.fromkeys(ForwardMode, UNKNOWN) | dict.fromkeys(in_replay, IN_REPLAY)
+    said = {mode.name: end.name for mode, end in ends.items()}
+    told = (
+        f"reads end IN_REPLAY of DECODE and TARGET_VERIFY, UNKNOWN of every other mode, not {said}"
+    )
+    assert ends == dict.fromkeys(ForwardMode, UNKNOWN) | dict.fromkeys(in_replay, IN_REPLAY), told
 
 
 class Snapshots(Plain):

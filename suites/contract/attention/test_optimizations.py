@@ -125,15 +125,19 @@ def test_an_mla_replay_neither_has_nor_misses_seq_lens_cpu(mode: Mode) -> None:
 
 def test_the_mask_is_one_buffer_of_exactly_the_largest_verify() -> None:
     own = ragged_rig(MLA, Mode.TARGET_VERIFY).backend
-    assert own.cuda_graph_custom_mask is None
-    assert own.verify_mask is None
+    assert own.cuda_graph_custom_mask is None, "no mask before init_cuda_graph_state"
+    assert own.verify_mask is None, "no mask before init_cuda_graph_state"
     own.init_cuda_graph_state(2, 8)
     mask = own.verify_mask
     # 2 requests of 4 rows, each of 256 tokens of context and 4 draft tokens.
-    assert (mask.buffer.dtype, mask.buffer.shape) == (torch.bool, (2 * 4 * 260,))
-    assert mask.buffer is own.cuda_graph_custom_mask
-    assert mask.mode is TreeMaskMode.FULL_MASK
-    assert [mask.fits(bs) for bs in (1, 2, 3)] == [True, True, False]
+    told = f"2080 bools for two requests, not {list(mask.buffer.shape)} in {mask.buffer.dtype}"
+    assert (mask.buffer.dtype, mask.buffer.shape) == (torch.bool, (2 * 4 * 260,)), told
+    told = "verify_mask and cuda_graph_custom_mask are one buffer"
+    assert mask.buffer is own.cuda_graph_custom_mask, told
+    assert mask.mode is TreeMaskMode.FULL_MASK, f"a mask of the history, too, not {mask.mode.name}"
+    fits = [mask.fits(bs) for bs in (1, 2, 3)]
+    told = f"verify_mask for max_bs = 2 fits 1 and 2 requests, and not 3: {fits}"
+    assert fits == [True, True, False], told
 
 
 def test_draft_steps_and_targets_without_drafts_hold_no_mask() -> None:

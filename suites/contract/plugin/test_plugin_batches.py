@@ -245,9 +245,12 @@ def test_both_parts_of_a_latent_are_scaled() -> None:
     at = RadixAttention(0, 4, 1, 12, 8, 1.0, k_scale=0.5)
     own.set_mla_kv_buffer(at, torch.tensor([1]), torch.full((1, 8), 3.0), torch.full((1, 4), 5.0))
     [(_, _, latent, rope)] = written
-    assert latent.float().unique().tolist() == [6.0]
-    assert rope.float().unique().tolist() == [10.0]
-    assert latent.dtype == rope.dtype == FP8
+    nope, rotary = latent.float().unique().tolist(), rope.float().unique().tolist()
+    assert nope == [6.0], f"a latent of 3 is written over k_scale = 0.5, as [6.0], not {nope}"
+    told = f"a rotary key of 5 is written over k_scale = 0.5, too, as [10.0], not {rotary}"
+    assert rotary == [10.0], told
+    told = f"both parts are written in FP8, not in {latent.dtype}, {rope.dtype}"
+    assert latent.dtype == rope.dtype == FP8, told
 
 
 def test_a_latent_pool_is_shown_by_page_and_written_as_latent_and_rope() -> None:

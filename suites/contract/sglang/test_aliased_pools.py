@@ -87,9 +87,12 @@ def test_both_parts_of_a_hybrid_pool_are_ours_and_have_their_own_size(
     assert (made.swa_ids, made.full_ids) == ([0, 2], [1])
     assert made.mapping is ours.full_to_swa_index_mapping
     for inner, own in ((made.full_kv_pool, full), (made.swa_kv_pool, swa)):
-        assert inner.size == (own.num_pages - 1) * PAGE
-        obtained = addresses(inner.k_buffer, inner.v_buffer)
-        assert obtained == addresses(own.k_buffer, own.v_buffer)
+        part = "full" if own is full else "windowed"
+        told = f"the {part} pool has the slots of its own pages but the first, not {inner.size}"
+        assert inner.size == (own.num_pages - 1) * PAGE, told
+        keys, values = addresses(inner.k_buffer), addresses(inner.v_buffer)
+        assert keys == addresses(own.k_buffer), f"k_buffer of the {part} pool is our k_buffer"
+        assert values == addresses(own.v_buffer), f"v_buffer of the {part} pool is our v_buffer"
 
 
 def test_a_latent_pool_is_ours_with_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +132,9 @@ def test_a_translator_is_told_whose_slots_it_translates(
     )
     module = SimpleNamespace(KVIndexTranslator=Translator)
     monkeypatch.setattr(model_runner, "load", lambda _: module)
-    assert model_runner._translator(runner).told == (table, pool, drafts)
+    told = model_runner._translator(runner).told
+    assert told[2] is drafts, f"a translator is told is_draft_worker = {drafts}, not {told[2]}"
+    assert told == (table, pool, drafts), "a translator is told req_to_token and token_to_kv_pool"
 
 
 def test_a_release_without_a_translator_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

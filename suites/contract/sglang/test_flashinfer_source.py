@@ -69,8 +69,13 @@ def served(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_a_default_of_the_checkout_is_what_a_caller_leaves_out(served: dict[str, Any]) -> None:
-    assert served["decode.decode"](7) == (7, 16, -1)
-    assert served["decode.decode"](7, 32, window_left=4) == (7, 32, 4)
+    made = served["decode.decode"](7)
+    told = (
+        "page_size, window_left left out are of the module's own decode, not of a method so named"
+    )
+    assert made == (7, 16, -1), f"{told}: (7, 16, -1), not {made}"
+    made = served["decode.decode"](7, 32, window_left=4)
+    assert made == (7, 32, 4), f"what a caller gives stays: (7, 32, 4), not {made}"
 
 
 @pytest.mark.parametrize(
@@ -135,5 +140,8 @@ def test_a_keyword_without_a_default_is_required(served: dict[str, Any]) -> None
 def test_a_call_that_raised_leaves_the_next_one_held(served: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match="'pages'"):
         served["latent"](7, pages=1)  # which the checkout takes, and the stand-in does not
-    with pytest.raises(KernelRefusal, match="unexpected keyword argument 'mask'"):
+    either = (KernelRefusal, TypeError)
+    with pytest.raises(either, match="unexpected keyword argument 'mask'") as refused:
         served["decode.decode"](7, mask=1)
+    told = "a call after one that raised is refused by the checkout's signature, before it is run"
+    assert refused.type is KernelRefusal, f"{told}: {refused.type.__name__}"

@@ -145,9 +145,11 @@ def test_a_plan_without_a_mask_keeps_none_of_the_plan_before() -> None:
 
 def test_keys_and_values_are_multiplied_by_their_scales() -> None:
     q = drawn(2, HEADS, DIM).to(BF16)
-    scales = {"sm_scale": SCALE / 4, "k_scale": 4.0, "v_scale": 0.5}
+    scales = {"sm_scale": SCALE / 4, "k_scale": 4.0}
     out = planned_decode().forward(q, (KEYS, VALUES), **scales)
-    close(out[:1] * 2, dense(q[:1], [7, 1, 9]), "both scales count")
+    close(out[:1], dense(q[:1], [7, 1, 9]), "keys are multiplied by k_scale")
+    out = planned_decode().forward(q, (KEYS, VALUES), **scales, v_scale=0.5)
+    close(out[:1] * 2, dense(q[:1], [7, 1, 9]), "values are multiplied by v_scale")
 
 
 def test_tensor_cores_decode_groups_of_any_size() -> None:
@@ -236,11 +238,14 @@ def test_merging_with_nothing_changes_nothing() -> None:
     v, s = drawn(3, HEADS, DIM), drawn(3, HEADS)
     nothing = torch.full_like(s, -torch.inf)
     merged, total = merge_state(v, s, torch.zeros_like(v), nothing)
-    torch.testing.assert_close(merged, v)
-    torch.testing.assert_close(total, s)
+    told = "merging with an empty part leaves outputs and log-sum-exps as they are"
+    torch.testing.assert_close(merged, v, msg=lambda found: f"{told}\n{found}")
+    torch.testing.assert_close(total, s, msg=lambda found: f"{told}\n{found}")
     merged, total = merge_state(torch.zeros_like(v), nothing, torch.zeros_like(v), nothing)
-    assert torch.equal(merged, torch.zeros_like(v))
-    assert torch.equal(total, nothing)
+    seen = merged[0, 0, 0].item(), total[0, 0].item()
+    both = f"two empty parts merge into an output of 0 and a log-sum-exp of -inf, not {seen}"
+    assert torch.equal(merged, torch.zeros_like(v)), both
+    assert torch.equal(total, nothing), both
 
 
 def test_the_logarithm_is_of_base_two() -> None:

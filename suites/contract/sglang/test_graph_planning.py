@@ -56,13 +56,15 @@ def test_the_oldest_release_is_asked_for_the_pair(
     graph_planning.plan_out_of_graph(theirs, given, in_capture)
     graph_planning.plan_in_graph(theirs, given)
     [(asked, handed, _)] = theirs.method_calls
-    assert asked == PAIR.format(hook)
+    assert asked == PAIR.format(hook), f"a {hook} is planned by the pair's {hook}, not by {asked}"
     rows, lens = given.req_pool_indices, given.seq_lens
     wanted = {
         "capture": (2, 8, rows, lens, None, "mode", "spec"),
         "replay": (2, rows, lens, 2, None, "mode", "spec", given.seq_lens_cpu),
     }[hook]
-    assert len(handed) == len(wanted)
+    assert len(handed) == len(wanted), f"the pair's {hook} takes {len(wanted)}, not {len(handed)}"
+    told = "a replay of the pair is handed seq_lens_cpu last, which lies on the host"
+    assert in_capture or handed[-1] is given.seq_lens_cpu, told
     for obtained, expected in zip(handed, wanted, strict=True):
         told = "the pair takes positions, not names: 8 query tokens, lengths on the host last"
         assert obtained is expected or obtained == expected, told
@@ -87,8 +89,13 @@ def test_a_draft_of_the_oldest_release_is_asked_for_the_pair(
     theirs, given = Mock(spec=hooks, attn_backends=steps), batch()
     graph_planning.plan_out_of_graph(theirs, given, in_capture)
     [(asked, handed, _)] = theirs.method_calls
-    assert asked == PAIR.format(hook)
-    assert handed == ((given,) if in_capture else (given, 2))
+    told = f"a draft's {hook} is planned by the pair's {hook}, not by {asked}"
+    assert asked == PAIR.format(hook), told
+    told = (
+        f"a draft's {hook} is handed the batch{'' if in_capture else ' and batch_size'}: {handed}"
+    )
+    assert handed == ((given,) if in_capture else (given, 2)), told
     filled = [step.forward_metadata.cache_seqlens_int32.tolist() for step in steps]
     # A step has one query of each request, which a warm-up gives one key at least.
-    assert filled == ([[1, 9], [3, 1]] if in_capture else [[0, 9], [3, 0]])
+    told = f"a capture fills lengths of 0 with 1, a replay leaves the release's own, not {filled}"
+    assert filled == ([[1, 9], [3, 1]] if in_capture else [[0, 9], [3, 0]]), told

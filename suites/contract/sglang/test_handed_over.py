@@ -239,7 +239,10 @@ def test_a_backend_rotates_what_it_casts_in_decode_and_verify(
     kernel: Any = None
     for fuses in (True, False):
         ours = SGLangBackend(Planner(), runner(fuses_rope=fuses, kv_cache_dtype=dtype), kernel)
-        assert ours._rotates(batch(mode, (5,), 1)) is (fuses and rotates)
+        obtained = ours._rotates(batch(mode, (5,), 1))
+        told = f"{mode.name} in {dtype} with fuses_rope={fuses} rotates in the backend: {obtained}"
+        rule = "it rotates what it casts to FP8, in decode and verify"
+        assert obtained is (fuses and rotates), f"{told}, but {rule}"
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,10 @@ def test_packages_that_find_no_place_are_not_given_up(
 
     pip(monkeypatch)
     monkeypatch.setattr(Path, "rename", refused)
+    told = "packages that cannot be renamed to their folder are not installed: PermissionError, not"
     with pytest.raises(PermissionError, match=packages_of(SECOND).name):
-        install.install(SECOND, wheel=False)
-    assert not packages_of(SECOND).exists()
+        pytest.fail(f"{told} {install.install(SECOND, wheel=False)}")
+    assert not packages_of(SECOND).exists(), "packages that found no place are in none"
 
 
 def test_releases_that_share_packages_are_installed_one_by_one(

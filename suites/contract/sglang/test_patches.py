@@ -64,20 +64,28 @@ def test_a_function_is_replaced_where_an_older_release_keeps_it(
 def test_an_fp8_cast_is_by_the_scale_that_it_is_given_or_by_the_greatest_value() -> None:
     x = torch.tensor([896.0, -2.0])
     made, scale = scaled_fp8_quant(x)
-    assert (made.dtype, made.tolist(), scale.tolist()) == (FP8, [448.0, -1.0], [2.0])
+    told = f"a cast without a scale has that of its greatest value, 896 / 448, not {scale.tolist()}"
+    assert (made.dtype, made.tolist(), scale.tolist()) == (FP8, [448.0, -1.0], [2.0]), told
     given = torch.tensor([4.0])
     made, scale = scaled_fp8_quant(x, given)
-    assert scale is given
-    assert (made.tolist(), given.tolist()) == ([224.0, -0.5], [4.0])
+    told = (
+        f"a cast with a scale of 4 is [224.0, -0.5] and hands the scale back, not {made.tolist()}"
+    )
+    assert scale is given, told
+    assert (made.tolist(), given.tolist()) == ([224.0, -0.5], [4.0]), told
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda", 1)], ids=str)
 def test_memory_that_is_asked_for_on_any_gpu_is_the_cpus(device: torch.device | str) -> None:
-    with WithoutCUDA():
-        made = torch.zeros(2, dtype=torch.int32, device=device, pin_memory=True)
-        moved = made.to(device=device, non_blocking=True)
+    told = f"memory that is asked for on {device}, or pinned, is the CPU's and is not pinned"
+    try:
+        with WithoutCUDA():
+            made = torch.zeros(2, dtype=torch.int32, device=device, pin_memory=True)
+            moved = made.to(device=device, non_blocking=True)
+    except (AssertionError, RuntimeError) as error:
+        pytest.fail(f"{told}: {error}")
     for tensor in (made, moved):
-        assert (tensor.device.type, tensor.is_pinned()) == ("cpu", False)
+        assert (tensor.device.type, tensor.is_pinned()) == ("cpu", False), told
 
 
 def test_every_trial_is_served_by_the_kernels_of_its_own_gpu(
@@ -99,4 +107,5 @@ def test_every_trial_is_served_by_the_kernels_of_its_own_gpu(
     for kernel, says in wanted.items():
         told.clear()
         context.publish(CASES["mha-decode-bs1_short"], "triton", kernel, "cpu")
-        assert told == says, f"{kernel}: which GPU it runs on, and whether it is interpreted"
+        rule = "a trial sets its GPU and whether kernels are interpreted, whatever ran before it"
+        assert told == says, f"{rule}: {kernel} {says}, not {told}"

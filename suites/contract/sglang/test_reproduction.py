@@ -94,7 +94,10 @@ def test_a_page_table_of_other_pages_ends_with_1(tmp_path: Path) -> None:
 )
 def test_a_script_has_the_numbers_of_its_trial(name: str, lines: list[str]) -> None:
     written = script(*find_trial(name)).splitlines()
-    assert [line for line in lines if line not in written] == []
+    missing = [line for line in lines if line not in written]
+    assert missing == [], (
+        f"a script has its trial's mode, lengths, steps and class; it lacks {missing}"
+    )
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ def test_what_a_release_does_not_produce_is_refused(
     version: str, name: str, row: str, reason: str | None
 ) -> None:
     found = subject(version, name).refusal(find(f"mha-{row}"), Execution.EAGER)
-    assert (found is None) if reason is None else reason in (found or "")
+    told = f"{name} of {version} refuses {row}: {reason}" if reason else f"{name} runs {row}"
+    assert (found is None) if reason is None else reason in (found or ""), f"{told}, not {found}"
 
 
 def test_the_query_is_scaled_by_its_batch_in_one_release() -> None:

@@ -75,8 +75,10 @@ def test_a_capture_knows_its_lengths_on_the_host() -> None:
         seq_lens=torch.tensor([3, 4]), seq_lens_sum=99
     )
     batch = with_host_lens(ours)
-    assert batch.seq_lens_cpu is not None
-    assert (batch.seq_lens_cpu.tolist(), batch.seq_lens_sum) == ([3, 4], 7)
+    assert batch.seq_lens_cpu is not None, "a capture has its seq_lens_cpu"
+    lens, total = batch.seq_lens_cpu.tolist(), batch.seq_lens_sum
+    assert lens == [3, 4], f"seq_lens_cpu of a capture is its seq_lens, [3, 4], not {lens}"
+    assert total == 7, f"seq_lens_sum of a capture is the sum of its seq_lens, 7, not {total}"
 
 
 def test_a_chain_sees_what_is_committed_and_itself() -> None:
@@ -182,8 +184,10 @@ def test_a_layer_has_both_scales_where_one_of_them_is_not_1(
     fake = SimpleNamespace(RadixAttention=lambda **given: SimpleNamespace(**given))
     monkeypatch.setattr(batches, "load", lambda module: fake)
     made = batches.new_layer(mha_layer(k_scale=scales[0], v_scale=scales[1]), "cpu")
-    assert (made.k_scale_float, made.v_scale_float) == scales
-    assert (float(made.k_scale), float(made.v_scale)) == scales
+    told = f"a layer with k_scale, v_scale = {scales} has both, as tensors and floats: {made}"
+    assert hasattr(made, "k_scale_float"), told
+    assert (made.k_scale_float, made.v_scale_float) == scales, told
+    assert (float(made.k_scale), float(made.v_scale)) == scales, told
 
 
 def test_a_process_tries_one_release_from_one_place(

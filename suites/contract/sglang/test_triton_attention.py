@@ -20,37 +20,45 @@ def test_decode_scales_both_caches_and_gives_sinks_their_share(sinks: torch.Tens
     q = torch.randn(2, HEADS, DIM, generator=generator)
     keys, values = torch.randn(2, 10, KV_HEADS, DIM, generator=generator)
     out = torch.empty_like(q)
-    decode_attention_fwd(
-        q,
-        keys,
-        values,
-        out,
-        torch.tensor([0, 2, 5], dtype=torch.int32),
-        BEHIND[2:3],  # a kernel takes where the slots begin, however long the view is
-        *(torch.empty(0) for _ in range(3)),
-        max_kv_splits=1,
-        sm_scale=0.3,
-        k_scale=0.5,
-        v_scale=2.0,
-        sinks=sinks,
-    )
-    for row, slots in REQUESTS:
-        expected = attend(
-            q[row : row + 1],
-            keys[slots] * 0.5,
-            values[slots] * 2.0,
-            prefix_len=len(slots) - 1,
-            scale=0.3,
-            sinks=sinks,
-        )
-        said = "each request reads its own slots, scaled, and gives its sinks their share"
-        torch.testing.assert_close(
-            out[row : row + 1].double(),
-            expected,
-            rtol=1e-5,
-            atol=1e-5,
-            msg=lambda found, said=said: f"{said}\n{found}",
-        )
+    for said, k_scale, v_scale, given in (
+        ("each request reads its own slots", 1.0, 1.0, None),
+        ("cached keys are multiplied by k_scale", 0.5, 1.0, None),
+        ("cached values are multiplied by v_scale", 0.5, 2.0, None),
+        ("the softmax includes the sinks", 0.5, 2.0, sinks),
+    ):
+        try:
+            decode_attention_fwd(
+                q,
+                keys,
+                values,
+                out,
+                torch.tensor([0, 2, 5], dtype=torch.int32),
+                BEHIND[2:3],  # a kernel takes where the slots begin, however long the view is
+                *(torch.empty(0) for _ in range(3)),
+                max_kv_splits=1,
+                sm_scale=0.3,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                sinks=given,
+            )
+        except RuntimeError as error:
+            pytest.fail(f"kv_indices reach from where they begin to their memory's end: {error}")
+        for row, slots in REQUESTS:
+            expected = attend(
+                q[row : row + 1],
+                keys[slots] * k_scale,
+                values[slots] * v_scale,
+                prefix_len=len(slots) - 1,
+                scale=0.3,
+                sinks=given,
+            )
+            torch.testing.assert_close(
+                out[row : row + 1].double(),
+                expected,
+                rtol=1e-5,
+                atol=1e-5,
+                msg=lambda found, said=said: f"{said}\n{found}",
+            )
 
 
 def test_extend_scales_its_scores_and_its_cache_and_not_what_is_new() -> None:
@@ -60,33 +68,38 @@ def test_extend_scales_its_scores_and_its_cache_and_not_what_is_new() -> None:
     )
     keys, values = torch.randn(2, 10, KV_HEADS, DIM, generator=generator)
     sinks, out = torch.tensor([0.5, -1.0, 2.0, 0.0]), torch.empty_like(q)
-    extend_attention_fwd(
-        *(q, new_keys, new_values, out, keys, values),
-        torch.tensor([0, 2, 3], dtype=torch.int32),
-        torch.tensor([0, 2, 5], dtype=torch.int32),
-        BEHIND[2:3],
-        None,
-        True,
-        None,
-        2,
-        k_scale=0.5,
-        v_scale=2.0,
-        sm_scale=0.3,
-        sinks=sinks,
-    )
-    for (_, slots), rows in zip(REQUESTS, (slice(2), slice(2, 3)), strict=True):
-        expected = attend(
-            q[rows],
-            torch.cat((keys[slots] * 0.5, new_keys[rows])),
-            torch.cat((values[slots] * 2.0, new_values[rows])),
-            prefix_len=len(slots),
-            scale=0.3,
+    for said, k_scale, v_scale in (
+        ("scores are multiplied by sm_scale, the layer's, not by 1 / sqrt(head_dim)", 1.0, 1.0),
+        ("cached keys are multiplied by k_scale, and new ones are not", 0.5, 1.0),
+        ("cached values are multiplied by v_scale, and new ones are not", 0.5, 2.0),
+    ):
+        extend_attention_fwd(
+            *(q, new_keys, new_values, out, keys, values),
+            torch.tensor([0, 2, 3], dtype=torch.int32),
+            torch.tensor([0, 2, 5], dtype=torch.int32),
+            BEHIND[2:3],
+            None,
+            True,
+            None,
+            2,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            sm_scale=0.3,
             sinks=sinks,
         )
-        torch.testing.assert_close(
-            out[rows].double(),
-            expected,
-            rtol=1e-5,
-            atol=1e-5,
-            msg=lambda found: f"scores by the layer's scale, cached rows by theirs\n{found}",
-        )
+        for (_, slots), rows in zip(REQUESTS, (slice(2), slice(2, 3)), strict=True):
+            expected = attend(
+                q[rows],
+                torch.cat((keys[slots] * k_scale, new_keys[rows])),
+                torch.cat((values[slots] * v_scale, new_values[rows])),
+                prefix_len=len(slots),
+                scale=0.3,
+                sinks=sinks,
+            )
+            torch.testing.assert_close(
+                out[rows].double(),
+                expected,
+                rtol=1e-5,
+                atol=1e-5,
+                msg=lambda found, said=said: f"{said}\n{found}",
+            )

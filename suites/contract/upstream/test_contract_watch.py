@@ -80,10 +80,18 @@ def test_a_difference_is_a_line(command: Command) -> None:
     contract_watch.record("9.1", OLD)
     contract_watch.record("9.2", NEW)
     end = "9.1 to 9.2: 3 added, 3 removed, 2 changed"
-    assert command("9.1", "9.2") == (1, [*CHANGES, end])
+    code, lines = command("9.1", "9.2")
+    assert code == 1, f"releases that differ end with 1, not {code}"
+    told = "what was added is a line of +, what was removed of -, another signature of ~"
+    assert lines == [*CHANGES, end], (
+        f"{told}; wrong or missing: {sorted({*lines} ^ {*CHANGES, end})}"
+    )
     code, back = command("9.2", "9.1")
-    assert (code, back[-1]) == (1, "9.2 to 9.1: 3 added, 3 removed, 2 changed")
-    assert command("9.1", "9.1") == (0, ["9.1 to 9.1: 0 added, 0 removed, 0 changed"])
+    told = f"backwards as many differ and end with 1, not {code}: {back[-1]}"
+    assert (code, back[-1]) == (1, "9.2 to 9.1: 3 added, 3 removed, 2 changed"), told
+    code, lines = command("9.1", "9.1")
+    told = f"a release and itself end with 0 and one line, not {code}: {lines}"
+    assert (code, lines) == (0, ["9.1 to 9.1: 0 added, 0 removed, 0 changed"]), told
 
 
 def test_a_record_is_read_again_and_is_one_member_a_line(folder: Path) -> None:

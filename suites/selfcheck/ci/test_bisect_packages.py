@@ -90,7 +90,10 @@ def test_a_process_is_told_where_its_environment_is(
     unpacked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, *_, last = environments(OLD, NEW)
-    made = {one.name: one.link(tmp_path / one.name) for one in (first, last)}
+    try:
+        made = {one.name: one.link(tmp_path / one.name) for one in (first, last)}
+    except FileExistsError as error:
+        pytest.fail(f"__pycache__, which single modules share, is linked for no package: {error}")
     for one in (first, last):
         monkeypatch.setenv(FOLDER, str(made[one.name]))
         assert (packages_of(one.release) / "transformers").is_dir()

@@ -118,11 +118,12 @@ def test_one_cause_is_told_once_with_its_command() -> None:
 
 def test_what_is_better_is_told_by_what_was_red() -> None:
     was = replace(RED, subject=PASSED.subject, reproduce="run it there")
-    assert listed([Change(was, NEWER)]) == [
+    lines = listed([Change(was, NEWER)])
+    assert lines == [
         "better: mha-decode-bs1_short, eager, sglang-0.5.22/trtllm_mha/xqa",
         "  cause: hidden_states: 3 of 4 rows wrong",
         "  reproduce: run it there",
-    ]
+    ], f"what is better has the name, cause and command of the red trial: {lines}"
 
 
 def rows_of(table: Table) -> list[tuple[object, ...]]:
@@ -144,14 +145,17 @@ def test_tables_count_what_was_run_on_both_sides() -> None:
         olds |= by_key(replace(old, case=case, effects={"moved": 8, "host_syncs": 1}))
         news |= by_key(replace(new, case=case, effects={"moved": 8, "recorded": 3}))
     olds |= by_key(replace(PASSED, case="one_side_alone"))
-    told = "run on both, red before, red now, worse, better; refused on a side is none of them"
-    verdicts = compare_releases.mode_table(olds, news, ("0.5.22", "0.5.23"))
-    assert rows_of(verdicts) == [("trtllm_mha/xqa", "decode", "5", "2", "3", "2", "1")], told
+    told = "of what ran on both sides: 5 run, 2 red before, 3 red now, 2 worse, 1 better"
+    verdicts = rows_of(compare_releases.mode_table(olds, news, ("0.5.22", "0.5.23")))
+    wanted = [("trtllm_mha/xqa", "decode", "5", "2", "3", "2", "1")]
+    assert verdicts == wanted, f"{told}, not {verdicts}"
     (turned,) = (name for name in olds if name[1] == "turns")
     names = ("0.5.22", "0.5.23")
     effects = compare_releases.effect_table({turned: olds[turned]}, {turned: news[turned]}, names)
     where = ("trtllm_mha/xqa", "decode", "eager")
-    assert rows_of(effects) == [(*where, "host_syncs", "1", "0"), (*where, "recorded", "0", "3")]
+    said = rows_of(effects)
+    told = f"an effect that a side lacks is 0 there, and one that is equal is left out: {said}"
+    assert said == [(*where, "host_syncs", "1", "0"), (*where, "recorded", "0", "3")], told
 
 
 @pytest.mark.parametrize("is_checkout", [True, False])
@@ -174,7 +178,8 @@ def test_a_checkout_runs_as_the_release_that_it_is_like(
     Side(str(tmp_path) if is_checkout else "0.5.20", like="0.5.14").run(tmp_path, ["-k", "bs1"])
     version = "0.5.14" if is_checkout else "0.5.20"
     more = ["--sglang-source", str(tmp_path)] if is_checkout else []
-    told = "a checkout needs the packages of its release, and not its wheel"
+    told = "a release runs as itself, from its wheel; a checkout as its --like, without the wheel"
+    told = f"{told}: wanted {version}, wheel {not is_checkout}, not {ran}"
     assert ran == [version, not is_checkout, version, (tmp_path, [*more, "-k", "bs1"])], told
 
 
@@ -194,9 +199,14 @@ def test_flashinfer_alone_compares_a_release_with_itself(
     monkeypatch.setattr(compare_releases, "records_of", records_of)
     given = ["0.5.20", "--flashinfer", str(tmp_path), "--like", "0.5.14"]
     assert main([*given, "--report", str(tmp_path)]) == 1
-    assert asked == [Side("0.5.20", "0.5.14"), Side("0.5.20", "0.5.14", tmp_path)]
+    told = "--flashinfer compares the release that is named, with the checkout and without"
+    sides = [Side("0.5.20", "0.5.14"), Side("0.5.20", "0.5.14", tmp_path)]
+    assert asked == sides, f"{told}, not {asked}"
     turned = [line for line in capsys.readouterr().out.splitlines() if ", eager, " in line]
-    assert [line.partition(",")[0] for line in turned] == ["worse: z", "better: a"]
+    names = [line.partition(",")[0] for line in turned]
+    assert names == ["worse: z", "better: a"], (
+        f"what is worse is told before what is better: {names}"
+    )
 
 
 def test_a_comment_groups_causes_and_stays_within_its_lines() -> None:
@@ -209,15 +219,18 @@ def test_a_comment_groups_causes_and_stays_within_its_lines() -> None:
     ]
     text = comment(found, ["base", "head"])
     lines = text.splitlines()
-    assert lines[0] == "**specgate**: head against base: 32 worse, 0 otherwise"
+    told = f"the first line counts what is worse: {lines[0]}"
+    assert lines[0] == "**specgate**: head against base: 32 worse, 0 otherwise", told
+    told = "a cause has the backend, number, case and command of its own trials"
     assert lines[2:5] == [
         "* trtllm_mha, decode: aaa: N of N",
         "  2 trials, first `c0-0`, eager",
         "  `run`",
-    ]
-    assert lines[6:8] == ["* trtllm_mha, decode: bbb: N of N", "  2 trials, first `c1-0`, eager"]
-    assert len(lines) <= 40
-    assert lines[-1] == "… and 16 causes in all"
+    ], f"{told}: {lines[2:5]}"
+    second = ["* trtllm_mha, decode: bbb: N of N", "  2 trials, first `c1-0`, eager"]
+    assert lines[6:8] == second, f"{told}: {lines[6:8]}"
+    assert len(lines) <= 40, f"a comment has 40 lines at most, not {len(lines)}"
+    assert lines[-1] == "… and 16 causes in all", f"the last line counts the causes: {lines[-1]}"
 
 
 def run_main(tmp_path: Path, old: Sequence[Record], new: Sequence[Record], *words: str) -> int:

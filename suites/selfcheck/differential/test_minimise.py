@@ -181,7 +181,8 @@ def test_the_script_is_of_the_smallest_case(
     assert main([f"{trial}-eager", "--script", str(path)]) == 0
     written = path.read_text(encoding="utf-8").splitlines()
     (committed,) = (line for line in written if line.startswith("COMMITTED, WIDTH, STEPS = "))
-    assert committed.startswith("COMMITTED, WIDTH, STEPS = [0, 0], ")
+    told = f"a script has the lengths of the smallest case, [0, 0], not {committed}"
+    assert committed.startswith("COMMITTED, WIDTH, STEPS = [0, 0], "), told
 
 
 def test_the_verb_prints_the_smallest_row(

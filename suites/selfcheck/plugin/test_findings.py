@@ -125,7 +125,11 @@ def test_of_several_releases_the_worst_counts(
     monkeypatch.setattr(upstream, "install", lambda *_, **__: None)
     monkeypatch.setattr(upstream, "FINDINGS", ())
     words = ["0.5.14", "0.5.16", "0.5.18", "--report", str(tmp_path)]
-    assert upstream.main(words) == code, "a run that a signal ended, -9, is worse than a green one"
+    ended = upstream.main(words)
+    told = (
+        f"the exit code is the one farthest from 0 of all releases: {code} of {codes}, not {ended}"
+    )
+    assert ended == code, told
 
 
 def test_a_run_that_shows_a_finding_no_more_is_red(
@@ -146,7 +150,8 @@ def test_a_run_that_shows_a_finding_no_more_is_red(
     assert upstream.main(words) == 1, "the table says that the release has it"
     assert "finding wall is not seen in 0.5.16" in capsys.readouterr().out
     assert upstream.main([*words, "-k", "decode"]) == 0, "a part of the rows need not show it"
-    assert upstream.main([*words, "--all-backends"]) == 1, "more than all rows must show it"
+    told = "with --all-backends every row runs, too: a finding that is not seen ends it with 1"
+    assert upstream.main([*words, "--all-backends"]) == 1, told
 
 
 def test_a_finding_whose_trials_show_another_may_be_there_behind_it(
@@ -287,7 +292,13 @@ def test_a_checkout_is_run_in_the_place_of_the_wheel_and_keeps_its_own_records(
     assert upstream.main(["0.5.16", option, "python", "--report", "made"]) == 0
     # The process of the trials has another working folder.
     folder, args = tmp_path / "made/checkout", [theirs, str(tmp_path / "python")]
-    assert asked == [package == "flashinfer", folder, args]
+    wheel, made, given = asked
+    told = (
+        "a checkout of sglang is installed without the release's wheel, one of FlashInfer with it"
+    )
+    assert wheel is (package == "flashinfer"), told
+    assert made == folder, f"records lie in REPORT/checkout, {folder}, not in {made}"
+    assert given == args, f"trials are given the absolute path of the checkout, {args}, not {given}"
 
 
 def test_an_impossible_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

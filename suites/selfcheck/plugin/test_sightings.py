@@ -153,7 +153,9 @@ def test_a_window_that_is_not_shown_is_told_with_what_each_side_said() -> None:
     again = replace(FINDING, id="again", trials=(STRIDED,))
     unseen = replace(FINDING, id="unseen", trials=("mla-decode-x triton/triton graph",), case="*")
     both = [NARROW, STRIDED, STRIDED]
-    assert findings.window_trials([FINDING, again]) == {"0.5.16": both, "0.5.18": both}
+    asked = findings.window_trials([FINDING, again])
+    told = f"both sides of a window run the trials of every finding that it closes, not {asked}"
+    assert asked == {"0.5.16": both, "0.5.18": both}, told
     records = [
         ended("0.5.16", Verdict.WAIVED, RED[0]),
         ended("0.5.18", Verdict.WAIVED, "step: stride"),
@@ -167,8 +169,10 @@ def test_a_window_that_is_not_shown_is_told_with_what_each_side_said() -> None:
         ("wall", "0.5.16", f"red: {said}", "0.5.18", then),
         ("again", "0.5.16", f"goes on to wall: {said}", "0.5.18", then),
         ("unseen", "0.5.16", "not run", "0.5.18", "not run"),
-    ]
-    assert [row.style for row in table.rows] == ["", "red", "red"]
+    ], f"a window goes on to another finding or a message, never to its own finding: {rows}"
+    styles = [row.style for row in table.rows]
+    told = f"windows that are not shown are red, and those that are have no style: {styles}"
+    assert styles == ["", "red", "red"], told
 
 
 def test_records_are_kept_of_every_release_in_the_folder(tmp_path: Path) -> None:

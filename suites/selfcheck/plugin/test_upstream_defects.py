@@ -232,15 +232,17 @@ def test_every_defect_is_judged_by_what_is_green_without_one(
     monkeypatch.setattr(upstream_defects, "first_reds", first_reds)
     mixed = replace(quick, families=("mla",))
     _, rows = upstream_defects.judged([slow, mixed], source, 2, lambda _: None)
-    assert [row.defect.id for row in rows] == ["slow", "quick"], "in the order of the table"
-    assert families == [["mha", "mla"]] * 2, "every family that a defect is of"
+    assert [row.defect.id for row in rows] == ["slow", "quick"], "judged in the table's order"
+    told = f"questions are of every family that a defect is of, ['mha', 'mla'], not {families}"
+    assert families == [["mha", "mla"]] * 2, told
+    told = "a judge is asked all that is its own, the kit as registered no question of other kinds"
     for row in rows:
         asked = {judge: sorted(notice.question.split()) for judge, notice in row.by.items()}
         assert asked == {
             OURS: ["row0", "row1"],
             KIT: ["other0", "other1", "own0", "own1"],
             REGISTERED: ["own0", "own1"],
-        }
+        }, f"{told}: {asked}"
 
 
 def test_nine_of_ten_defects_are_enough(
