@@ -39,8 +39,8 @@ BLOCK = 32
 of whatever modules are imported, so that a seed would not draw the same in another run."""
 MOST_LONG = 4
 """Requests of a batch that may be long: what an example costs is their product."""
-ROOM = 64
-"""Of the context behind the longest committed prefix, for what an extend adds."""
+ROOM = 80
+"""Of the context behind the longest committed prefix, for the decoy's longer one and an extend."""
 
 
 @st.composite
@@ -153,6 +153,29 @@ def axes(orders: list[ModeOrder]) -> dict[str, set[Any]]:
         "blocks": {n // BLOCK for case in cases for n in case.prefix_lens},
         "rests": {n % BLOCK for case in cases for n in case.prefix_lens},
     }
+
+
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_the_context_of_an_order_holds_its_longest_requests(blocks: int) -> None:
+    geometry = Case(
+        id="drawn",
+        family=Family.MLA,
+        mode=Mode.DECODE,
+        prefix_lens=(0, 0),
+        max_context_len=BLOCK * blocks + ROOM,
+        num_draft_tokens=2,
+        num_steps=2,
+    )
+    longest = min(36, BLOCK * blocks - 1)  # of extend_lens
+    for length in range(BLOCK * blocks):
+        for lens in ((length, longest), (longest, length)):
+            for case in cases_of(lens, (1, 2), geometry):
+                for each in (case, decoy(case)):
+                    told = (
+                        f"{each.id} of prefixes {each.prefix_lens}: total_lens <= max_context_len"
+                    )
+                    fits = max(each.total_lens, default=0) <= each.max_context_len
+                    assert fits or each.mode is not Mode.EXTEND, told
 
 
 @pytest.mark.parametrize("name", ["trtllm_mha/xqa", "trtllm_mla/trtllm_gen"])
