@@ -43,7 +43,7 @@ def test_a_mistake_is_named_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    starts = f"a server starts with {' '.join(words)}, not refused by {message!r}"
+    starts = f"{' '.join(words)} must be refused by {message!r}, and a server has started"
     monkeypatch.setattr(command, "_serve", lambda *_: pytest.fail(starts))
     with pytest.raises(SystemExit) as ended:
         command.main(["--pair", "gqa", *words])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,12 @@ def mla_scene() -> MLAScene:
     return MLAScene(pool=mla_pool(FP8))
 
 
+def unlike(layer: RadixAttention, other: RadixAttention) -> str:
+    """Names of the numbers that two layers do not share."""
+    names = (field.name for field in fields(layer))
+    return ", ".join(n for n in names if str(getattr(layer, n)) != str(getattr(other, n)))
+
+
 SCENES = {
     "mha": (mha_scene, MHA_LAYERS),
     "mha, baseline": (partial(mha_scene, ContextKernelMHABackend), MHA_LAYERS),
@@ -69,15 +75,15 @@ def test_layers_change_nothing_for_each_other(
 
     expected = [alone(layer) for layer in layers]
     same = [i for i, one in enumerate(expected[1:], 1) if torch.equal(one, expected[0])]
-    rule = "scales, sinks, window and scaling of a layer change its output"
-    assert not same, f"{rule}: not so {[layers[i] for i in same]}"
+    unused = [unlike(layers[0], layers[i]) for i in same]
+    assert not same, f"the output depends on every number of a layer, also on {unused}"
     scene: Scene = make()
     batch, inputs = scene.batch(mode, q_lens), scene.inputs(sum(q_lens))
     scene.backend.init_forward_metadata(batch)
+    before = layers[0]
     for layer, due in zip((*layers, layers[0]), (*expected, expected[0]), strict=True):
-        told = (
-            f"a layer runs with its own scales, sinks, window and scaling, not another's: {layer}"
-        )
+        told = f"{unlike(layer, before)} of a layer are its own, not those of the one before it"
+        before = layer
         obtained = scene.forward(batch, inputs, layer)
         torch.testing.assert_close(
             obtained, due, rtol=0, atol=0, msg=lambda found, told=told: f"{told}: {found}"

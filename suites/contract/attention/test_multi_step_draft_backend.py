@@ -121,7 +121,7 @@ def test_captured_steps_read_one_table_as_far_as_the_last_sees(kind: Any) -> Non
     assert len(tables) == 1, f"captured draft steps share one page_table, not {len(tables)}"
     # The last step's ninth token opens the third page of row 1, its seventh fills none of row 3's.
     pages = planned[0].page_table[:, :4].tolist()
-    rule = "page_table of captured draft steps has the pages of the last step's keys"
+    rule = "the page_table that draft steps and the verify share has every page of the last step"
     assert pages == [[7, 2, 11, 0], [4, 12, 0, 0]], f"{rule}, not {pages}"
     offsets = [m.geometry.table_offset for m in planned]
     assert offsets == [3, 3, 3], f"table_offset of each step is the last step's, 3, not {offsets}"

@@ -145,5 +145,8 @@ def test_heads_may_be_handed_over_flat(scene_of: Any) -> None:
     scene = scene_of()
     batch, inputs = scene.batch(VERIFY, (3, 3)), scene.inputs(6)
     flat = {name: part.flatten(1) for name, part in inputs.items()}
-    obtained = scene.run(batch, flat, scene.layer)
+    try:
+        obtained = scene.run(batch, flat, scene.layer)
+    except RuntimeError as error:
+        pytest.fail(f"{', '.join(flat)} may each be [tokens, heads * dim]: {error}")
     torch.testing.assert_close(obtained, scene.expected(inputs, (3, 3)))

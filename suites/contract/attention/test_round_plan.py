@@ -151,8 +151,9 @@ def test_nobody_reads_what_no_draft_filled(told: list[Told]) -> None:
     for mode, bs, eager in told[:-1]:
         trio.choose(mode, [9, 4][:bs], eager=eager)
     mode, bs, eager = told[-1]
+    rule = f"{mode.name} must be refused a page_table that no draft of its round filled"
     with pytest.raises(ContractError, match=r"the draft"):
-        trio.choose(mode, [9, 4][:bs], eager=eager)
+        pytest.fail(f"{rule}: {trio.choose(mode, [9, 4][:bs], eager=eager)}")
     # It is refused once; the next round is a round again.
     for mode in (DRAFT, VERIFY, EXTEND):
         trio.choose(mode, [9, 4])

@@ -89,9 +89,7 @@ def test_one_plan_serves_every_batch_of_its_geometry(
         tables = widened(other, call)
         changes = {"cu_seqlens_q": ends, "block_tables": tables, "max_q_len": 21}
         obtained = other.on(kernel, **changes)
-        rule = (
-            "a plan is refilled with each batch's lengths, cuts and pages, none past its last key"
-        )
+        rule = f"no length, cut or page of an earlier batch is left in a plan, {lengths} {q_lens}"
         assert_is_the_references(obtained, other, rule=rule, **changes)
     assert len(context._plans) == 1, "batches of one geometry share a plan"
 

@@ -47,7 +47,8 @@ def test_each_request_has_its_own_pages(
     for lens in ((64, 64, 64), seq_lens):  # a fuller batch before it leaves nothing behind
         made.fill(ends, torch.tensor(lens, dtype=torch.int32), tables)
     pages = [-(-n // 16) for n in seq_lens]
-    assert qo_indptr.tolist() == ends.tolist(), "queries are cut by cu_seqlens_q"
+    cuts = qo_indptr.tolist()
+    assert cuts == ends.tolist(), f"qo_indptr is this batch's cu_seqlens_q, {ends}, not {cuts}"
     ends_of_pages = [0, *torch.tensor(pages).cumsum(0).tolist()]
     assert kv_indptr.tolist() == ends_of_pages, "pages are those that seq_lens fill"
     own = [page for row, n in zip(tables.tolist(), pages, strict=True) for page in row[:n]]

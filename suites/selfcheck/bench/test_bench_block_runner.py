@@ -351,7 +351,7 @@ def test_as_many_blocks_are_left_as_the_case_with_the_fewest_needs():
     ]
     still_open = open_sessions([line for line in lines if isinstance(line, Session)], found)
     left = {one.session.role.value: one.left for one in still_open}
-    rule = "blocks left of a session are 16 less those of its case that has fewest"
+    rule = "blocks left of a session are 16 less the valid ones of its case that has fewest"
     assert left == {"A/A": 16, "candidate": 15, "injected": 14}, f"{rule}, 0, 1 and 2, not {left}"
 
 

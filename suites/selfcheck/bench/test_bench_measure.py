@@ -291,7 +291,7 @@ def test_after_a_disturbed_warm_up_no_step_sleeps_for_more_than_a_tenth_of_a_sec
     arm = parse("url:http://server").slowed(0.05)
     trial = replace(trials(log), warm=warm).run(SLOT, arm, Server(), LOOP)
     slept = trial.slept_s
-    rule = "a step sleeps 5 % of that of its server's own warm-up, at most 0.1 s"
+    rule = "a launch is warmed up itself, and a step sleeps 5 % of its warm-up's, at most 0.1 s"
     assert slept == pytest.approx(asked_s), f"{rule}: {asked_s} s of {step_ms} ms, not {slept} s"
     assert ("slow_down", slept) in log, f"the server is told to sleep {slept} s: {log}"
 

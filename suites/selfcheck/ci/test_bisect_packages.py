@@ -200,8 +200,9 @@ def test_an_import_that_ends_without_a_word_is_told_by_its_code(
 ) -> None:
     died = subprocess.CompletedProcess([], -11, "", "")
     monkeypatch.setattr(bisect_packages.subprocess, "run", lambda *_, **__: died)
+    rule = "packages whose import ends with -11 must be NotImportable, not searched"
     with pytest.raises(NotImportable, match=r"^it ended with -11$"):
-        next(environments(OLD, NEW)).run(tmp_path / "made", [])
+        pytest.fail(f"{rule}: {next(environments(OLD, NEW)).run(tmp_path / 'made', [])}")
 
 
 @pytest.mark.usefixtures("unpacked")
