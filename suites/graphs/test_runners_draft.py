@@ -73,6 +73,9 @@ def test_a_draft_in_a_smaller_bucket_packs_its_steps_tightly() -> None:
     slots = runner.buffers["out_cache_loc"].tolist()
     assert slots[:3] == [10, 20, 30]
     assert slots[3:] == [0] * 9, "memory after the bucket is padded, not left as an earlier batch's"
+    hidden = runner.buffers["hidden_states"].tolist()
+    told = f"hidden states of the 3 requests after the bucket are padded, too: {hidden[1:]}"
+    assert hidden[1:] == [[0.0] * HIDDEN] * 3, told
 
 
 def test_draft_outputs_outlive_the_next_replay_and_no_length_leaks() -> None:

@@ -208,6 +208,22 @@ def test_a_forward_that_bumps_its_input_is_named_at_capture() -> None:
         make(forward=bumps)
 
 
+def test_a_forward_that_bumps_a_part_of_its_input_leaves_no_graph_to_replay() -> None:
+    runner = make()
+    kept = runner.graphs[2]
+
+    def bumps(batch: ForwardBatch) -> LogitsProcessorOutput:
+        batch.seq_lens.add_(1)
+        return toy_forward(batch)
+
+    runner.forward = bumps
+    # Two of the four rows of the largest bucket.
+    with pytest.raises(ContractError, match=r"changed its static inputs \['seq_lens'\]"):
+        runner.record(2)
+    told = "a graph that counts up its own input at every replay is not kept"
+    assert runner.graphs[2] is kept, told
+
+
 @pytest.mark.parametrize(
     "changes",
     [

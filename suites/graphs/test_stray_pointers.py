@@ -24,6 +24,17 @@ def test_an_observer_is_told_inside_its_region_and_not_after_one_that_raised() -
     assert told == ["kernel"], "a region that raises ends the observation of launches, too"
 
 
+def test_every_observer_is_told_the_first_as_well_as_the_last() -> None:
+    told: dict[str, list[str]] = {"outer": [], "inner": []}
+    with launches_seen(lambda launch: told["outer"].append(launch.name)):
+        with launches_seen(lambda launch: told["inner"].append(launch.name)):
+            LAUNCH.run()
+        LAUNCH.run()
+    assert told == {"outer": ["kernel"] * 2, "inner": ["kernel"]}, (
+        "a launch is seen by effects and by the tape that records it, however they are nested"
+    )
+
+
 def test_bytes_past_the_end() -> None:
     end = LAST.data_ptr() + LAST.untyped_storage().nbytes()
     _refuse_stray(LAUNCH, "load", np.array([end - 4]), 4)

@@ -48,3 +48,5 @@ def test_host_lengths_run_ahead_under_overlap() -> None:
         host, device = forward.seq_lens_cpu, forward.seq_lens
         assert host is not None
         assert (host - device).tolist() == ahead
+        told = "seq_lens_sum is that of the host's upper bounds, which waits for no device"
+        assert forward.seq_lens_sum == sum(host.tolist()), told

@@ -169,6 +169,22 @@ def test_a_wait_is_for_what_was_waited_for_too() -> None:
     assert streams.issued[-1].after == {Queue.MAIN: 2, Queue.PLAN: 1, Queue.SCHEDULE: 1}
 
 
+def test_a_wait_for_a_queue_that_waited_long_ago_forgets_no_later_wait() -> None:
+    """The scheduler has seen the first plan alone; the main queue, which it holds up, both."""
+    streams = RecordedStreams()
+    streams.plan("plan verify", nothing)
+    streams.main_waits()
+    streams.main("verify", nothing)
+    streams.plan("plan next", nothing, writes=("metadata",))
+    streams.main_waits()
+    streams.schedule("reserve", nothing, writes=TABLE)
+    streams.main("next", nothing, reads=("metadata",))
+    assert streams.issued[-2].after == {Queue.MAIN: 1, Queue.PLAN: 1}
+    said = "the main queue has waited for two plans, whatever the scheduler waited for"
+    assert streams.issued[-1].after[Queue.PLAN] == 2, said
+    assert streams.hazards() == [], said
+
+
 each_on_the_host = pytest.mark.parametrize(
     "kind", [RecordedStreams, SameStream], ids=["recorded", "same"]
 )

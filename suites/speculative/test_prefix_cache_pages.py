@@ -192,3 +192,33 @@ def test_nothing_is_evicted_for_room_that_cannot_be_made():
     cache.ensure_free(3)
     found = allocator.available_pages, cache.pages
     assert found == (3, 0), f"{said}: of 3 wanted, (free, cached) is {found}"
+
+
+def test_room_that_a_lease_holds_already_evicts_nothing():
+    """Two pages for three tokens and a round of five; a round of four fits them once more."""
+    slots = SlotTable(ReqToTokenPool(1, 24), PagedAllocator(4, PAGE), windowless(4))
+    cache = PrefixCache(slots.allocator)
+    manager, request = KVCacheManager(slots, SameStream(), cache), Request([1, 2, 3], 9, None)
+    cache.insert(range(20, 25), 4, slots.allocator.alloc(1))
+    manager.admit(request, 5)
+    slots.commit(request.held, 3)
+    manager.reserve(request.held, 4)
+    said = "a round that fits the pages of its lease evicts no prefix"
+    assert (slots.allocator.available_pages, cache.pages) == (0, 1), said
+
+
+def test_a_prefix_that_was_wanted_is_wanted_from_its_first_page():
+    """A prompt that is not admitted wants its prefix, too, and caches nothing that would tell."""
+    allocator = PagedAllocator(4, PAGE)
+    cache = PrefixCache(allocator)
+    wanted, read = [*range(9)], [*range(20, 25)]
+    cache.insert(wanted, 9, allocator.alloc(2))
+    cache.insert(read, 5, allocator.alloc(1))
+    held = cache.acquire(read)
+    cache.release(cache.acquire(wanted))
+    cache.ensure_free(1)
+    cache.release(held)
+    cache.ensure_free(2)
+    kept = [len(cache.acquire(tokens)) for tokens in (wanted, read)]
+    said = "pages of a prefix are as recent as its last use, the first as well as the last"
+    assert kept == [1, 0], f"{said}: of both prefixes {kept} pages are left, not [1, 0]"

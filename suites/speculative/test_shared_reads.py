@@ -22,7 +22,7 @@ from harness.engine.shared_reads import observed
 from harness.graphs.draft_extend_runner import DraftExtendRunner
 from harness.subjects import SUBJECTS
 from harness.upstream.allocator import PagedAllocator, ReqToTokenPool
-from harness.upstream.base_attn_backend import SharedReadEnds
+from harness.upstream.base_attn_backend import AttentionBackend, SharedReadEnds
 from harness.upstream.forward_batch_info import ForwardBatch, LogitsProcessorOutput
 
 TABLE = "req_to_token"
@@ -141,6 +141,20 @@ def test_a_prefill_that_reads_while_it_runs_is_a_race(
     found = recorded(family, graphs=False).hazards()
     assert found, "the scheduler does not wait for a prefill that tells of no reads while it runs"
     assert set(found) == {Hazard("WAR", "prefill", "reserve", TABLE)}
+
+
+def test_a_backend_is_told_of_a_prefills_query_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of 7, 1 and 12 tokens: chunks of five have 5 + 1 + 5, 2 + 5 and 2."""
+    toy, told = toy_engine(chunk_size=5), list[int]()
+    resolve = AttentionBackend.resolve_prefill_shared_read_ends
+
+    def noted(self: AttentionBackend, batch: ForwardBatch, *, num_qo_tokens: int) -> SharedReadEnds:
+        told.append(num_qo_tokens)
+        return resolve(self, batch, num_qo_tokens=num_qo_tokens)
+
+    monkeypatch.setattr(AttentionBackend, "resolve_prefill_shared_read_ends", noted)
+    toy.engine.generate(TOY_PROMPTS[:3], 2)
+    assert told == [11, 7, 2], f"num_qo_tokens are a chunk's query tokens of all requests: {told}"
 
 
 class SchedulerRuns(RecordedStreams):

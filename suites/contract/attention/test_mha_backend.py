@@ -185,6 +185,10 @@ def test_a_fix_up_is_of_the_batch_that_was_planned_last() -> None:
 
 
 def test_the_fix_up_baseline_needs_a_planned_verify() -> None:
-    backend = MHAScene(VerifyFixUpMHABackend).backend
+    scene = MHAScene(VerifyFixUpMHABackend)
     with pytest.raises(ContractError, match=r"planned mode = None .* TARGET_VERIFY"):
-        backend.update_verify_buffers_to_fill_after_draft(None, None)
+        scene.backend.update_verify_buffers_to_fill_after_draft(None, None)
+    scene.backend.init_forward_metadata(scene.batch(VERIFY, (3, 3)))
+    scene.backend.init_forward_metadata(scene.batch(ForwardMode.DECODE, (1, 1)))
+    with pytest.raises(ContractError, match=r"planned mode = 'DECODE' .* TARGET_VERIFY"):
+        scene.backend.update_verify_buffers_to_fill_after_draft(None, None)

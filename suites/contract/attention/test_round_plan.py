@@ -101,6 +101,16 @@ def test_a_draft_extend_v1_beside_a_round_reads_the_table_in_its_replay() -> Non
     assert read_ends(ForwardMode.DRAFT_EXTEND) is SharedReadEnds.IN_REPLAY
 
 
+def test_a_rounds_bucket_counts_rows_though_dp_padding_raised_batch_size() -> None:
+    trio = Trio()
+    for mode, backend in trio.backends.items():
+        padded = trio.batch(mode, [9, 4]).with_changes(batch_size=5)
+        # Refused where the draft's bucket is another than that of a phase which reads it.
+        backend.init_forward_metadata_out_graph(padded)
+    rows = [part.geometry.bs for part in trio.parts()]
+    assert rows == [2] * (trio.steps + 1), f"every phase plans the rows of seq_lens, 2, not {rows}"
+
+
 def test_a_smaller_runner_takes_no_room_from_a_round() -> None:
     trio = Trio()
     for mode, backend in trio.backends.items():

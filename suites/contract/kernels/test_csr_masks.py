@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from harness.errors import KernelRefusal
 from harness.kernels.csr_attention import csr_attention, pack_mask
 
 
@@ -14,6 +16,29 @@ def test_each_request_begins_with_a_byte_of_its_own() -> None:
     assert packed.dtype == torch.uint8
     assert packed.tolist() == [0b1000_0011, 0b1, 0b110]
     assert indptr.tolist() == [0, 2, 3]
+
+
+def test_a_mask_that_lacks_the_last_bit_of_a_request_is_refused() -> None:
+    """Three queries and three keys are nine bits: one more than a byte."""
+    indptr, entries = torch.tensor([0, 3], dtype=torch.int32), torch.ones(3, 1, 4)
+    with pytest.raises(KernelRefusal, match=r"custom_mask bits of a request = 8 .* >= 9"):
+        csr_attention(
+            q=entries,
+            keys=entries,
+            values=entries,
+            qo_indptr=indptr,
+            kv_indptr=indptr,
+            kv_indices=None,
+            kv_lens=None,
+            planned=None,
+            packed_mask=torch.tensor([0b1111_1111], dtype=torch.uint8),
+            mask_indptr=torch.tensor([0, 1], dtype=torch.int32),
+            is_causal=False,
+            window_left=-1,
+            scale=1.0,
+            out_scale=1.0,
+            out_dtype=torch.float32,
+        )
 
 
 def test_shapes_are_known_before_it_runs() -> None:

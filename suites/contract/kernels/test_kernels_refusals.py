@@ -182,6 +182,8 @@ def test_workspaces_are_zeroed_once_and_shared_by_a_family(monkeypatch: pytest.M
     told = "each family has a workspace of its own"
     assert xqa.buffer.data_ptr() != prefill.buffer.data_ptr(), told
     other = workspace.workspace("prefill", torch.device("cpu", 0))
+    told = "calls on a device that has an index share its workspace, too"
+    assert workspace.workspace("prefill", torch.device("cpu", 0)) is other, told
     told = "each device has a workspace of its own"
     assert other.buffer.data_ptr() != prefill.buffer.data_ptr(), told
     assert other.name == "prefill on cpu:0", f"a workspace names its device: {other.name}"

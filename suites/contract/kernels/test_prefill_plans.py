@@ -121,6 +121,19 @@ def test_a_plan_that_a_graph_reads_is_kept(captures: list[bool]) -> None:
         prefill(call(5))
 
 
+def test_plans_that_graphs_read_take_no_room_from_those_last_used(captures: list[bool]) -> None:
+    prefill, lengths = PagedPrefill(torch.device("cpu")), range(1, KEPT_PLANS + 1)
+    for length in lengths:
+        for captures[0] in (False, True):
+            prefill(call(length))
+    captures[0] = False
+    for length in (24, 28, 24):
+        prefill(call(length))
+    planned = [geometry.max_q_len for geometry in Plan.made]
+    told = f"{KEPT_PLANS} eager plans are kept beside as many of graphs"
+    assert planned == [*lengths, 24, 28], f"{told}: planned were {planned}"
+
+
 def rows_of(out: torch.Tensor) -> list[float]:
     """What each query row got: its request's number of queries."""
     return [float(row) for row in out[:, 0, 0]]

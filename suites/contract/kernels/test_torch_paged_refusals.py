@@ -96,6 +96,11 @@ def head_dim_80(call: Arguments) -> Arguments:
     return {"q": q, "caches": (cache, cache)}
 
 
+def head_dim_80_of_keys_alone(call: Arguments) -> Arguments:
+    given = head_dim_80(call)
+    return given | {"caches": (given["caches"][0], call["caches"][1])}
+
+
 def strided_query(call: Arguments) -> Arguments:
     return {"q": torch.zeros(4, 8, 128, dtype=torch.bfloat16)[..., :64]}
 
@@ -159,6 +164,7 @@ DECODE_ROWS: tuple[tuple[Capability, Change, str], ...] = (
     (XQA, other_cache(0, cut=(T, slice(0, 8))), r"cache.stride"),
     (XQA, page_size_8, r"page_size = 8 .* \[16, 32, 64, 128\] on xqa"),
     (XQA, head_dim_80, r"q.head_dim = 80 .* \[64, 128, 256\] on xqa"),
+    (XQA, head_dim_80_of_keys_alone, r"q.head_dim = 80 .* \[64, 128, 256\] on xqa"),
     (XQA, other("q", cut=(T, T, slice(0, 32))), r"q.stride"),
     (REFERENCE, given(q=torch.zeros(4, 8, 32, dtype=torch.bfloat16)), r"q.head_dim = 32 .* 64"),
     (REFERENCE, given(q=torch.zeros(4, 7, 64, dtype=torch.bfloat16)), r"q.heads = 7"),
