@@ -11,6 +11,7 @@ from fixtures.toys.toy_attention import HEADS, RANK, ROPE, ROWS, dense, mha_pool
 from fixtures.toys.toy_calls import LENS, Q_LEN, SCALES, int32, ragged, uniform
 from harness.attention.metadata import packed_causal_mask
 from harness.core.capability import REFERENCE
+from harness.graphs.effects import observe
 from harness.kernels import torch_attention
 from harness.kernels.interface import DecodeCall
 from harness.kernels.paged_kv import PagedKeys
@@ -187,6 +188,34 @@ def test_blocks_of_queries_change_nothing(
     whole = kernel.decode(uniform(q, pool))
     monkeypatch.setattr(torch_attention, "SCORES_PER_BLOCK", 1)
     torch.testing.assert_close(kernel.decode(uniform(q, pool)), whole)
+
+
+@pytest.mark.parametrize(("held", "rows"), [(167, [2, 2, 1]), (1, [1] * 5)])
+def test_blocks_hold_no_more_scores_than_one_query_needs_or_the_limit_allows(
+    held: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A query token of two requests has 4 heads of 7 keys each: 56 scores."""
+    blocks: list[int] = []
+    block = torch_attention._block
+
+    def noted(q: torch.Tensor, *rest: Any) -> torch.Tensor:
+        blocks.append(q.shape[1])
+        return block(q, *rest)
+
+    monkeypatch.setattr(torch_attention, "_block", noted)
+    monkeypatch.setattr(torch_attention, "SCORES_PER_BLOCK", held)
+    keys = torch.ones(2, 7, 2, 8)
+    position = torch.arange(2, 7).expand(2, 5)
+    torch_attention.attend(torch.ones(2, 5, 4, 8), keys, keys, position, Softmax(1.0))
+    assert blocks == rows, f"{held} scores at a time are queries {rows}, not {blocks}"
+
+
+def test_no_value_of_a_stream_under_capture_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_attention, "is_readable", lambda _: False)
+    keys, position = torch.ones(1, 3, 1, 8), torch.tensor([[2]])
+    with observe() as effects:
+        torch_attention.attend(torch.ones(1, 1, 1, 8), keys, keys, position, Softmax(1.0))
+    assert effects.host_syncs == [], f"a captured stream is not read: {effects.host_syncs}"
 
 
 def test_thirty_two_thousand_tokens(kernel: TorchPaged) -> None:
