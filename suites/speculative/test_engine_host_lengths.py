@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
-from fixtures.toys.toy_engine import PROMPTS, toy_engine
+from fixtures.toys.toy_backend import DenseBackend
+from fixtures.toys.toy_engine import PROMPTS, eagle_phases, kv_pool, spec_config, toy_engine
 from fixtures.toys.toy_rounds import WIDTH, run, standings
+from harness.engine.eagle_worker import EagleWorker
+from harness.engine.phases import EaglePhases
+from harness.upstream.allocator import ReqToTokenPool
 
 BOTH = pytest.mark.parametrize("version", [1, 2], ids=["draft_extend_v1", "draft_extend_v2"])
 
@@ -24,6 +30,21 @@ def test_host_lengths_are_the_devices_where_somebody_reads_them(version: int) ->
         assert forward.batch.seq_lens_cpu.tolist() == forward.batch.seq_lens.tolist()
         told = "seq_lens_sum is the sum of seq_lens"
         assert forward.batch.seq_lens_sum == int(forward.batch.seq_lens.sum()), told
+
+
+@pytest.mark.parametrize("phase", [each.name for each in fields(EaglePhases)])
+def test_one_phase_whose_backend_reads_lengths_is_enough(
+    phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, pool = spec_config(3, 3), kv_pool(8, 4)
+    phases = eagle_phases(spec, DenseBackend(), needs_cpu=False)
+    monkeypatch.setattr(getattr(phases, phase).backend, "needs_cpu_seq_lens", True)
+    worker = EagleWorker(phases, spec, ReqToTokenPool(1, 16), pool, pool)
+    # The others do not mind: the toy's refuse lengths that they did not ask for.
+    for backend in phases.backends():
+        monkeypatch.setattr(backend, "step", 0, raising=False)
+    told = f"the host knows lengths, which the backend of {phase} reads there"
+    assert worker.prefill([], [], []).seq_lens_cpu is not None, told
 
 
 def test_host_lengths_of_target_only_decoding_are_the_devices() -> None:

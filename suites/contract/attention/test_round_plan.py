@@ -121,6 +121,23 @@ def test_a_smaller_runner_takes_no_room_from_a_round() -> None:
     assert trio.parts()[-2].cache_seqlens_int32.tolist() == [12, 7]
 
 
+def test_a_runner_of_more_query_rows_takes_no_phase_out_of_its_round() -> None:
+    """The target's backend is also told of a runner with five query tokens per request."""
+    trio = Trio()
+    trio.backends[VERIFY].init_cuda_graph_state(2, 2 * 5)
+    trio.backends[VERIFY].init_forward_metadata_out_graph(
+        trio.batch(VERIFY, [1, 1]), in_capture=True
+    )
+    for mode in (DRAFT, VERIFY):
+        trio.choose(mode, [9, 4])
+    trio.fill(DRAFT, [9, 4])
+    assert not trio.fill(VERIFY, [9, 4]), FILLED
+    said = "a verify is captured in the round's buffers, however many rows another runner has"
+    draft, verify = trio.parts()[0], trio.parts()[-2]
+    assert verify.page_table.data_ptr() == draft.page_table.data_ptr(), said
+    assert verify.cache_seqlens_int32.tolist() == [12, 7], said
+
+
 Told = tuple[ForwardMode, int, bool]
 E1, E2 = (1, True), (2, True)
 G1, G2 = (1, False), (2, False)

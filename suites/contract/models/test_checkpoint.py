@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
 from fixtures.drivers.tiny_models import GQA_TARGET, TINY_PAIRS
-from harness.engine.models.checkpoint import random_checkpoint, read_tensors
+from harness.engine.models.checkpoint import expected_shapes, random_checkpoint, read_tensors
 from harness.engine.models.loader import build_target, load_pair
 from harness.errors import CheckpointError
 
@@ -148,11 +148,26 @@ BROKEN = {
         retokenized(98, "target", "draft"),
         r"vocabulary of .*target/tokenizer\.json = 98 is not accepted; accepted: vocab_size = 97",
     ),
+    "tokenizer of fewer words": (
+        retokenized(96, "target", "draft"),
+        r"vocabulary of .*target/tokenizer\.json = 96 is not accepted; accepted: vocab_size = 97",
+    ),
     "tokenizer that is none": (
         lambda pair: [written(f"{p}/tokenizer.json", "{}")(pair) for p in ("target", "draft")],
         r"target/tokenizer\.json is no tokenizer",
     ),
 }
+
+
+def test_shared_experts_are_one_mlp_as_wide_as_all_of_them():
+    _, draft = TINY_PAIRS["mla"]
+    found = expected_shapes(draft | {"n_shared_experts": 3})
+    hidden, inner = draft["hidden_size"], 3 * draft["moe_intermediate_size"]
+    due = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    for part, shape in due.items():
+        name = f"model.layers.0.mlp.shared_experts.{part}.weight"
+        told = f"{name} has the widths of three experts, {shape}, not {found[name]}"
+        assert found[name] == shape, told
 
 
 @pytest.mark.parametrize(("damage", "message"), BROKEN.values(), ids=BROKEN)

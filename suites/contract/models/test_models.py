@@ -240,11 +240,13 @@ def test_angles_are_exact_at_far_positions():
     due = torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64)
     said = f"inverse frequencies are rope_theta ** (-2 i / dim): {frequencies.tolist()}"
     torch.testing.assert_close(frequencies, due, rtol=1e-14, atol=0, msg=said)
-    cos, sin = rotation(torch.tensor([100_000]), frequencies)
-    for i, angle in enumerate((1e5, 1e4, 1e3)):
-        told = f"a position's angle of {angle:g} radians is right to float32 after its turns"
-        assert abs(cos[0, 0, i] - math.cos(angle)) < 1e-7, told
-        assert abs(sin[0, 0, i] - math.sin(angle)) < 1e-7, told
+    # Angles of the first position are float32 numbers by chance, two of the second are none.
+    cos, sin = rotation(torch.tensor([100_000, 100_003]), frequencies)
+    for at, angles in enumerate(((1e5, 1e4, 1e3), (100_003.0, 10_000.3, 1_000.03))):
+        for i, angle in enumerate(angles):
+            told = f"a position's angle of {angle:g} radians is right to float32 after its turns"
+            assert abs(cos[at, 0, i] - math.cos(angle)) < 1e-7, told
+            assert abs(sin[at, 0, i] - math.sin(angle)) < 1e-7, told
 
 
 QUARTER_AND_HALF_TURN = torch.tensor([0.0, -1.0]), torch.tensor([1.0, 0.0])

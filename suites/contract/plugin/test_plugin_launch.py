@@ -150,6 +150,17 @@ def test_a_target_and_a_draft_of_two_families_have_a_kernel_each() -> None:
     assert undone is mla, "backends of one family share a kernel, with its workspace and its plans"
 
 
+def test_each_gpu_of_a_process_has_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_module, "_kernels", {})
+    monkeypatch.setattr(served_module, "compute_capability", lambda device: HOPPER)
+    monkeypatch.setattr(served_module, "new_kernel", lambda family, capability, device: [device])
+    devices = ["cuda:0", "cuda:1", "cuda:0"]
+    found = [served_kernel(SERVED["specgate_mha"], device) for device in devices]
+    told = "a kernel keeps its workspace and its plans on the GPU that it was made for"
+    assert found == [[device] for device in devices], told
+    assert found[0] is found[2], "a GPU that has a kernel gets no second one"
+
+
 @pytest.mark.parametrize(
     ("version", "numbers"),
     [

@@ -139,6 +139,21 @@ def test_what_sglang_does_not_merge_comes_alone(rows):
     assert out.shape == (sum(NEW), HEADS, V)
 
 
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float8_e4m3fn])
+def test_keys_and_values_of_a_narrower_cache_are_widened_to_the_query(rows, narrow):
+    dtypes = []
+
+    def noted(q, k, v, **_):
+        dtypes.extend(x.dtype for x in (q, k, v))
+        return v, torch.zeros(HEADS, len(q))
+
+    queries = torch.cat([q for q, _, _ in rows]).float()
+    k, v = (torch.cat([row[at][-len(row[0]) :] for row in rows]).to(narrow) for at in (1, 2))
+    PerHeadPrefill(noted)(queries, k, v, LAYER, batch(), PLANNED)
+    said = "the kernel takes one dtype: what a chunk read from the cache has the query's"
+    assert dtypes == [torch.float32] * 3, f"{said}, not {dtypes}"
+
+
 @pytest.mark.parametrize(
     ("speculative", "cached", "disabled", "expected"),
     [

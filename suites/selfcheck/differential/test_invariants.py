@@ -104,6 +104,11 @@ def test_well_formed_metadata_has_no_violation():
         ),
         (
             "page_table",
+            int32([[4, 0, 6], [2, 7, 5], [0, 0, 0]]),
+            "[0] has [0, 6] after 1 live pages, expected zeros [stale or undeclared padding]",
+        ),
+        (
+            "page_table",
             int32([[4, 0, 0], [2, 7, 5], [0, 10, 0]]),
             "[2] names page 10 of 10 [index space or capacity]",
         ),

@@ -57,6 +57,19 @@ def test_a_draft_that_feeds_another_requests_token(monkeypatch: pytest.MonkeyPat
     assert (found[1], found[2]) == (found[4], found[3]), f"{said}, each request's: {told}"
 
 
+def test_the_first_token_of_every_request_is_judged() -> None:
+    case = find("mha-multi_step_draft-bs2_ragged")
+    right = run_forward(MHA, make_trial_inputs(case, *decoys(case)), EAGER)
+    assert isinstance(right.output, DraftOutput)
+    drafted = right.output.draft_tokens.clone()
+    drafted[1, 0] += 1
+    wrong = replace(right, output=replace(right.output, draft_tokens=drafted))
+    found = judge(wrong, EAGER, MHA.numerics("cpu"), workspaces=())
+    told = [c.message for c in found if c.quantity == "draft_tokens"]
+    said = "a draft of the last request alone that begins with another token than its topk_index"
+    assert told[0].startswith(f"draft_tokens: first tokens {drafted[:, 0].tolist()}"), said
+
+
 @pytest.mark.parametrize("execution", [EAGER, GRAPH])
 def test_a_draft_that_proposes_another_token_than_its_best(execution: Execution) -> None:
     case = find("mha-multi_step_draft-bs2_ragged")
@@ -85,6 +98,10 @@ def test_the_tie_of_a_drafted_token_is_wider_where_the_query_is_scaled_alone() -
         said = "where no query of the case's own mode is scaled, the tie is its dtype's"
         assert tie_of(result, numerics) == tie_margin(case.dtype), said
     assert tie_of(result, scaled) > 2 * tie_margin(case.dtype)
+    found = judge(result, EAGER, scaled, workspaces=())
+    logits = next(c.allowed for c in found if c.quantity == "logits")
+    said = "two logits change places that are each off by their budget, so the tie is twice that"
+    assert tie_of(result, scaled) == 2 * logits, said
 
 
 def tie_of(result: ForwardResult, numerics: Numerics) -> float:

@@ -229,6 +229,12 @@ class ViewsHandedOut(DraftExtendRunner):
         )
 
 
+class HiddenStatesHandedOut(DraftExtendRunner):
+    def trim(self, output: Any, extent: Any) -> Any:
+        copied = super().trim(output, extent)
+        return replace(copied, hidden_states=output.hidden_states[: extent.tokens])
+
+
 class TopKOfHalfLogits(DraftExtendRunner):
     def finish(self, output: Any, batch: ForwardBatch) -> Any:
         half = output.next_token_logits.half().float()
@@ -292,6 +298,7 @@ ROWS: tuple[tuple[Subject, type, str, Execution, Verdict, str], ...] = (
     (MHA, KeysSpoiltForTheNextRound, "mha-target_verify-bs2_ragged", EAGER, Verdict.WRONG_NUMBERS, "kv_cache.key0: "),
     (XQA, ValuesSpoiltForTheNextRound, "mha-decode-bs2_ragged", GRAPH, Verdict.WRONG_NUMBERS, "kv_cache.value0: "),
     (MHA, ViewsHandedOut, "mha-draft_extend_v2-accept_1_3", GRAPH, Verdict.BROKEN_INVARIANT, "changed in the next one"),
+    (MHA, HiddenStatesHandedOut, "mha-draft_extend_v2-accept_1_3", GRAPH, Verdict.BROKEN_INVARIANT, "hidden_states of a replay changed in the next one"),
     (MHA, TopKOfHalfLogits, "mha-draft_extend_v1-accept_1_3", GRAPH, Verdict.WRONG_NUMBERS, "topk_p: off by"),
     (MHA, TopKPIsNaN, "mha-draft_extend_v1-accept_1_3", GRAPH, Verdict.WRONG_NUMBERS, "topk_p: off by nan"),
     (MHA, TopKIndexOfAnotherRequest, "mha-draft_extend_v1-accept_1_3", GRAPH, Verdict.WRONG_TOKENS, "topk: token "),

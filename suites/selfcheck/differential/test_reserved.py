@@ -13,6 +13,7 @@ from harness.differential.forward import decoys, run_forward
 from harness.differential.inputs import make_trial_inputs
 from harness.differential.invariants.classes import INDEX_SPACE, OPERATIONS
 from harness.differential.invariants.memory import check_table
+from harness.differential.pool_state import make_pool_state
 from harness.differential.probe_model import ProbeModel
 from harness.differential.trial import run_trial
 from harness.subjects import SUBJECTS
@@ -31,6 +32,9 @@ def test_no_request_has_row_0() -> None:
     assert PADDING_ROW not in rows
     assert len(set(rows)) == len(rows) <= inputs.req_pool_size
     assert max(rows) <= inputs.req_pool_size
+    table = make_pool_state(inputs).req_to_token_pool.req_to_token
+    said = "a padded lane has no slot but the padding's, so that it reads no request's keys"
+    assert table[PADDING_ROW].unique().tolist() == [PADDING_SLOT], said
 
 
 @pytest.mark.parametrize("execution", [EAGER, GRAPH])
