@@ -106,6 +106,21 @@ def test_a_golden_is_not_blamed_for_what_the_oracle_refuses_in_part(
     assert "it has changed" not in message
 
 
+def test_a_wrong_cache_does_not_make_the_oracle_refuse_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    row, subject = next(iter(ROWS.items()))
+    golden = changed(recorded(find(row)), "logits", 0, TENSORS["logits"])
+    wrong = Comparison(
+        quantity="kv_cache.key0", verdict=Verdict.WRONG_NUMBERS, error=1.0, message="a wrong key"
+    )
+    monkeypatch.setattr(judge, "_cache", lambda *_: [wrong])
+    message = run_trial(find(row), SUBJECTS[subject], EAGER, golden=golden).message
+    said = "the oracle agrees to an answer that is right, whatever the cache holds after it"
+    assert "a wrong key; golden.logits: " in message, said
+    assert message.endswith("; the oracle agrees: it has changed, or the golden has"), said
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_an_oracle_that_changed_is_contradicted(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Of oracle and plain implementation alike, as a mistake in the dense problem would be.
