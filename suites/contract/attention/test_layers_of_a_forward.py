@@ -82,7 +82,8 @@ def test_layers_change_nothing_for_each_other(
     scene.backend.init_forward_metadata(batch)
     before = layers[0]
     for layer, due in zip((*layers, layers[0]), (*expected, expected[0]), strict=True):
-        told = f"{unlike(layer, before)} of a layer are its own, not those of the one before it"
+        own = unlike(layer, before) or "the numbers"
+        told = f"{own} of a layer are its own, not those of the one before it"
         before = layer
         obtained = scene.forward(batch, inputs, layer)
         torch.testing.assert_close(
