@@ -45,10 +45,12 @@ class HostLengthsMLABackend(TRTLLMMLABackend):
         return SharedReadEnds.PRE_REPLAY
 
     def _check_longest(self, batch: ForwardBatch) -> None:
-        mirror = batch.seq_lens_cpu
-        lengths = (batch.seq_lens if mirror is None else mirror).cpu().tolist()
-        if max(lengths, default=0) > self.max_total_len:
-            raise CapacityError(rejected("seq_lens", lengths, f"<= {self.max_total_len} each"))
+        # Under overlap the mirror is an upper bound, which can pass a batch but refuse none.
+        for lengths in (batch.seq_lens_cpu, batch.seq_lens):
+            if lengths is not None and max(lengths.tolist(), default=0) <= self.max_total_len:
+                return
+        told = f"<= {self.max_total_len} each"
+        raise CapacityError(rejected("seq_lens", batch.seq_lens.tolist(), told))
 
 
 class KVIndicesMLAMultiStepDraftBackend(TRTLLMMLAMultiStepDraftBackend):
@@ -115,12 +117,14 @@ class VerifyFixUpMHABackend(TRTLLMHAAttnBackend):
     def update_verify_buffers_to_fill_after_draft(
         self, spec_info: SpecInput, cuda_graph_bs: int | None
     ) -> None:
-        """Fill the last planned verify again.
+        """Fill the last planned verify again; an idle round has nothing to fill.
 
         Raises:
             ContractError: none is planned.
         """
         batch = self._verify_batch
+        if batch is not None and batch.forward_mode.is_idle():
+            return
         if batch is None or not batch.forward_mode.is_target_verify():
             planned = None if batch is None else batch.forward_mode.name
             raise ContractError(rejected("planned mode", planned, "TARGET_VERIFY before a fix-up"))

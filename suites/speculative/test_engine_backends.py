@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fixtures.toys.tiny_engine import BACKENDS, CONTEXT, NEW, PROMPTS, TinyPair
 from fixtures.toys.toy_engine import spec_config
+from harness.attention import baselines
 from harness.engine.plan_stream import RecordedStreams
+from harness.errors import SpecgateError
 from harness.oracle.generation import greedy
 
 pytestmark = pytest.mark.untraced
@@ -74,3 +78,32 @@ def test_idle_rounds_and_a_retraction_between_replays(tiny: TinyPair, version: i
     engine.step()
     for prompt, request in zip(PROMPTS, requests, strict=False):
         assert tuple(request.generation.token_ids) == tiny.expected(prompt, spec).token_ids
+
+
+@pytest.mark.parametrize("new", [1, CONTEXT], ids=["ends_in_its_prefill", "fills_the_context"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [
+        ("gqa", baselines.ContextKernelMHABackend),
+        ("gqa", baselines.VerifyFixUpMHABackend),
+        ("mla", baselines.HostLengthsMLABackend),
+    ],
+)
+def test_a_baseline_serves_what_its_optimization_does(
+    family: str, backend: Any, overlap: bool, new: int
+) -> None:
+    """Two engines, one after the other: a request alone, so that its end leaves idle rounds."""
+    pair, prompt, spec = TinyPair(family), PROMPTS[0], spec_config(4, 5)
+    count = min(new, CONTEXT - len(prompt))
+    found = []
+    for kind in (None, backend):
+        engine = pair.engine(spec, streams=RecordedStreams() if overlap else None, backend=kind)
+        try:
+            found.append(engine.generate([prompt], count))
+        except SpecgateError as error:
+            pytest.fail(
+                f"{backend.__name__} serves every round that its optimization does: {error}"
+            )
+    own, its = ([(g.token_ids, g.accept_lengths) for g in each] for each in found)
+    assert its == own, "a baseline generates the tokens of its optimization, round by round"

@@ -89,18 +89,14 @@ def test_a_missing_rotary_part_is_named(name: str) -> None:
         scene.run(batch, inputs, scene.layer)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"seq_lens_cpu": torch.tensor([26, 8])}, {"seq_lens": torch.tensor([9, 26])}],
-    ids=["host", "device"],
-)
-def test_the_host_lengths_baseline_reads_lengths_and_refuses_long_ones(changes: Any) -> None:
+@pytest.mark.parametrize("mirror", [None, [26, 8], [9, 30]], ids=["device", "host", "bound"])
+def test_the_host_lengths_baseline_reads_lengths_and_refuses_long_ones(mirror: Any) -> None:
     scene = MLAScene(HostLengthsMLABackend)
-    batch = scene.batch(VERIFY, (3, 3)).with_changes(**changes)
-    with pytest.raises(CapacityError, match=r"26.* <= 25 each"):
-        scene.backend.init_forward_metadata(batch)
-    longest = {name: lengths.clamp_max(25) for name, lengths in changes.items()}
-    scene.backend.init_forward_metadata(batch.with_changes(**longest))
+    host = None if mirror is None else torch.tensor(mirror)
+    batch = scene.batch(VERIFY, (3, 3)).with_changes(seq_lens_cpu=host)
+    with pytest.raises(CapacityError, match=r"\[26, 8\].* <= 25 each"):
+        scene.backend.init_forward_metadata(batch.with_changes(seq_lens=torch.tensor([26, 8])))
+    scene.backend.init_forward_metadata(batch.with_changes(seq_lens=torch.tensor([25, 8])))
 
 
 @pytest.mark.parametrize(
