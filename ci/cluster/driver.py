@@ -255,5 +255,5 @@ def killed_end(unit: str, reason: str, blank: str) -> UnitEnd:
 
 def as_line(work: LaneWork, end: UnitEnd) -> str:
     """What is kept of a unit beside its record: JSON, one line."""
-    facts = {"unit": end.unit, "outcome": end.outcome, "message": end.message}
+    facts = {"unit": end.unit, "outcome": end.outcome, "message": end.message, "place": end.place}
     return json.dumps({"kind": work.kind, "tree": work.tree, "seconds": end.seconds} | facts)

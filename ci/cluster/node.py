@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -56,14 +57,14 @@ def run(work: LaneWork, units: tuple[str, ...], node: Node) -> Answer:
     if not work.is_of_tests:
         began = time.time()
         ended = tuple(command_end(work, item) for item in units)
-        return Ended(units=ended, began=began, node=node)
+        return Ended(units=placed(ended, node), began=began, node=node)
     try:
         process = kept_process(work)
     except UsageError as error:
         return Refused(node=node, reasons=(str(error),))
     made = process.run(units, work.limit_s)
     return Ended(
-        units=tuple(made.ended),
+        units=placed(made.ended, node),
         killer=made.killer,
         reason=made.reason if made.killer else "",
         blank=made.blank if made.killer else "",
@@ -71,6 +72,13 @@ def run(work: LaneWork, units: tuple[str, ...], node: Node) -> Answer:
         began=made.began,
         node=node,
     )
+
+
+def placed(ended: Iterable[UnitEnd], node: Node) -> tuple[UnitEnd, ...]:
+    """The units with the place that ran them: this node, and the GPU that its worker sees."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    place = f"{node}, GPU {gpu}" if gpu else str(node)
+    return tuple(replace(end, place=place) for end in ended)
 
 
 def refusal(work: LaneWork, node: Node) -> Refused | None:

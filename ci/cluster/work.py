@@ -73,6 +73,7 @@ class UnitEnd:
         outcome: "passed", "skipped" or "failed".
         message: the reason, one line.
         seconds: wall time.
+        place: the node and the GPU that ran it; empty where it did not end there.
         record: JSON; empty where it left none.
         files: what a command wrote, path -> content.
     """
@@ -81,6 +82,7 @@ class UnitEnd:
     outcome: str
     message: str = ""
     seconds: float = 0.0
+    place: str = ""
     record: str = ""
     files: Mapping[str, bytes] = field(default_factory=dict)
 

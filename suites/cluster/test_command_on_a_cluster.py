@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -50,6 +51,9 @@ def test_kinds_are_one_verdict(cluster: LocalCluster, tmp_path: Path) -> None:
     records = list(read_records(tmp_path / "run" / "records.jsonl"))
     assert {record.kind for record in records} == {"sm90", "sm100"}
     assert len({record.trial for record in records}) == len(records)
+    lines = map(json.loads, (tmp_path / "run" / "ended.jsonl").read_text().splitlines())
+    ran = {(line["kind"], line["place"]) for line in lines}
+    assert len(ran) == len({place for _, place in ran}) == 2, "tests of a kind end on its node"
     assert "sm90: planned 4 = run 4" in done.stdout
     assert "sm100: planned 4 = run 4" in done.stdout
     assert (tmp_path / "run" / "index.html").is_file()

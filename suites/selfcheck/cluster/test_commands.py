@@ -107,10 +107,15 @@ def test_a_node_with_other_versions_runs_nothing(
         assert reason in " ".join(answer.reasons)
 
 
-def test_a_batch_of_items_ends_item_by_item() -> None:
+@pytest.mark.parametrize(("gpu", "place"), [("", "here (x)"), ("1", "here (x), GPU 1")])
+def test_a_batch_of_items_ends_item_by_item(
+    monkeypatch: pytest.MonkeyPatch, gpu: str, place: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpu)
     answer = run(work("-c", "print('{item}')"), ("a", "b"), HERE)
     assert isinstance(answer, Ended)
     assert [(end.unit, end.message) for end in answer.units] == [("a", "a"), ("b", "b")]
+    assert [end.place for end in answer.units] == [place] * 2, "which GPU of which node ran it"
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["alive", "its_child_killed_by_ray"])

@@ -166,12 +166,13 @@ def test_a_tree_that_travelled_gets_the_commit_it_was_made_of(tmp_path: Path) ->
 def test_files_and_failures_without_a_record_are_kept(tmp_path: Path) -> None:
     made = store(tmp_path)
     made.add(WORK, [end("x/y", record="", files={"a/b.txt": b"1"})])
-    made.add(WORK, [end("z", "failed", record="", message="off")])
+    made.add(WORK, [end("z", "failed", record="", message="off", place="far, GPU 3")])
     made.add(WORK, [end("red", "failed")])
     assert (tmp_path / "sm90" / "x/y" / "a/b.txt").read_bytes() == b"1"
     assert made.failures == ["z on sm90: off"]
     last = json.loads((tmp_path / "ended.jsonl").read_text().splitlines()[1])
     assert (last["unit"], last["message"], last["tree"]) == ("z", "off", TREE)
+    assert last["place"] == "far, GPU 3"
 
 
 def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
