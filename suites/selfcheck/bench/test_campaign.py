@@ -244,7 +244,7 @@ def test_steps_of_one_kind_of_gpu_are_pooled():
     row = COMPARISONS["mha-fa3"]
     rows = list(campaign.effects(row, campaign.recorded(row, Path("docs/example/campaign"))))
     pools = [cells for cells in rows if cells[0] == "mha-fa3, pooled"]
-    blocks = {"NVIDIA H200": [8, 4, 8], "NVIDIA H100 80GB HBM3": [7, 7]}
+    blocks = {"NVIDIA H200": [8, 4, 8, 8], "NVIDIA H100 80GB HBM3": [7, 7]}
     asked = {(kind, workload) for kind in blocks for workload in row.workloads}
     assert len(pools) == len(asked)
     assert {(cells[-1], cells[1]) for cells in pools} == asked
