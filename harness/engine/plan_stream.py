@@ -90,7 +90,12 @@ class SameStream:
         reads_ended: bool = False,
     ) -> T:
         """Run now."""
-        return work()
+        try:
+            return work()
+        except BaseException:
+            # It ends its round, whose deferred operations run in no later one.
+            self._pending.clear()
+            raise
 
     def plan(
         self, name: str, work: Callable[[], None], *, reads: Names = (), writes: Names = ()
@@ -182,7 +187,12 @@ class RecordedStreams(OperationLog):
     ) -> T:
         """Run now, before what the plan queue has deferred."""
         self.enter(Queue.MAIN, name, reads, writes, reads_ended=reads_ended)
-        return self._run(len(self.issued) - 1, work)
+        try:
+            return self._run(len(self.issued) - 1, work)
+        except BaseException:
+            # It ends its round, whose deferred operations run in no later one.
+            self._pending.clear()
+            raise
 
     def plan(
         self, name: str, work: Callable[[], None], *, reads: Names = (), writes: Names = ()

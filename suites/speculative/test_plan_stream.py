@@ -210,6 +210,25 @@ def test_a_round_whose_plan_failed_leaves_no_plan_to_the_next(
 
 
 @each_on_the_host
+def test_a_round_whose_draft_failed_leaves_no_plan_to_the_next(
+    kind: type[RecordedStreams | SameStream],
+) -> None:
+    streams, ran = kind(), list[str]()
+
+    def refuse() -> None:
+        raise ContractError("refused")
+
+    streams.plan("plan verify", lambda: ran.append("first"))
+    with pytest.raises(ContractError, match="refused"):
+        streams.main("draft", refuse)
+    streams.plan("plan verify", lambda: ran.append("second"))
+    streams.main("draft", lambda: ran.append("draft"))
+    streams.main_waits()
+    said = "a plan that was deferred in a round whose draft failed runs in no later round"
+    assert ran == ["draft", "second"], f"{said}: {ran}"
+
+
+@each_on_the_host
 def test_reads_of_scheduled_memory_are_observed_wherever_the_work_runs(
     kind: type[RecordedStreams | SameStream],
 ) -> None:
