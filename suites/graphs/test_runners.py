@@ -12,7 +12,11 @@ from harness.errors import ContractError
 from harness.graphs.effects import observe
 from harness.graphs.tape import Tape
 from harness.graphs.target_verify_runner import TargetVerifyRunner
-from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode
+from harness.upstream.forward_batch_info import (
+    ForwardBatch,
+    ForwardMode,
+    LogitsProcessorOutput,
+)
 
 VERIFY = ForwardMode.TARGET_VERIFY
 WIDTH = 3
@@ -68,6 +72,26 @@ def test_capture_follows_the_contract_and_takes_the_largest_bucket_first() -> No
     assert sorted(runner.graphs) == sorted(runner.captured_outputs) == [1, 2, 4]
 
 
+def test_what_comes_after_the_metadata_comes_before_the_forward() -> None:
+    """A scheduler that writes too early is caught by what the forward reads after it."""
+    backend = ToyBackend()
+
+    def logged(batch: ForwardBatch) -> LogitsProcessorOutput:
+        backend.log.append("forward")
+        return toy_forward(batch)
+
+    make(
+        attn_backend=backend,
+        capture_bs=(2,),
+        forward=logged,
+        after_metadata=lambda: backend.log.append("after metadata"),
+    )
+    once = ["in graph 2", "after metadata", "forward"]
+    rule = "after_metadata is recorded behind the metadata of a graph and ahead of its forward"
+    found = [entry for entry in backend.log if entry in once]
+    assert found == once * 2, f"{rule}, in warm-up and capture: {found}"
+
+
 def test_growing_and_shrinking_batches_answer_exactly() -> None:
     runner = make()
     for seq_lens in [(5, 9, 7, 3), (6,), (2, 8, 4), (11, 1)]:
@@ -120,6 +144,8 @@ def test_the_smallest_bucket_that_holds_the_batch_is_chosen(bs: int, bucket: int
     assert runner.can_run(batch), "it would run eagerly, unnoticed"
     runner.replay(batch)
     assert runner.attn_backend.plans[-1].batch_size == bucket
+    runs = dict(runner.replays)
+    assert runs == {bucket: 1}, f"replays counts by bucket: {{{bucket}: 1}}, not {runs}"
 
 
 def test_outputs_are_copies_that_outlive_the_next_replay() -> None:

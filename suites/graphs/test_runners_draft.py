@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from fixtures.toys.toy_graph import (
     HIDDEN,
@@ -17,6 +19,7 @@ from fixtures.toys.toy_graph import (
 from harness.errors import ContractError, UsageError
 from harness.graphs.draft_runner import DraftRunner
 from harness.graphs.tape import Tape
+from harness.upstream.forward_batch_info import DraftOutput, ForwardBatch
 
 STEPS = 4
 
@@ -109,3 +112,22 @@ def test_another_draft_than_captured_is_refused() -> None:
             runner.replay(other)
         named = message in str(refused.value)
         assert named, f"a draft of {message} is refused for that, not for {refused.value}"
+
+
+def without_hidden_states(batch: ForwardBatch) -> DraftOutput:
+    """The toy draft of a model that takes no hidden states."""
+    spec = replace(batch.spec_info, hidden_states=torch.zeros(batch.batch_size, HIDDEN))
+    return toy_draft(batch.with_changes(spec_info=spec))
+
+
+def test_hidden_states_are_drafted_from_as_captured_or_refused() -> None:
+    batch = toy_draft_batch([5, 3], STEPS)
+    bare = batch.with_changes(spec_info=replace(batch.spec_info, hidden_states=None))
+    plain = drafter(hidden_size=None, forward=without_hidden_states)
+    assert plain.can_run(bare), "a draft model may take no hidden states"
+    rule = "a draft with hidden states needs a graph that was captured with them, and the reverse"
+    for runner, other, given in ((plain, batch, r"\(2, 2\)"), (drafter(), bare, "None")):
+        assert not runner.can_run(other), rule
+        told = f"hidden_states = {given} .* hidden_size = {runner.hidden_size}"
+        with pytest.raises(ContractError, match=told):
+            runner.replay(other)

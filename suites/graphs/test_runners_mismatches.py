@@ -14,10 +14,12 @@ from harness.graphs.static_inputs import Extent, Field, Rows, StaticInputs
 from harness.graphs.tape import Tape
 from harness.graphs.target_verify_runner import TargetVerifyRunner
 from harness.upstream.forward_batch_info import (
+    EagleDraftInput,
     EagleVerifyInput,
     ForwardBatch,
     ForwardMode,
     LogitsProcessorOutput,
+    SpecInput,
 )
 
 VERIFY = ForwardMode.TARGET_VERIFY
@@ -67,6 +69,22 @@ def test_another_shape_cannot_run(field: str) -> None:
     rule = "can_run is False of a batch that was not captured for"
     assert not runner.can_run(other), f"{rule}: {SHAPE[field]}"
     with pytest.raises(ContractError, match=rf"^{field} = "):
+        runner.replay(other)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [EagleVerifyInput(IDS[:2], 1), EagleDraftInput(IDS[:2, None], torch.ones(2, 1), None, 3)],
+    ids=lambda spec: type(spec).__name__,
+)
+def test_a_plain_decode_has_no_eagle_input(spec: SpecInput) -> None:
+    runner = make(mode=ForwardMode.DECODE, num_tokens_per_req=1)
+    batch = toy_batch(ForwardMode.DECODE, [5, 9], [1, 1])
+    assert runner.can_run(batch), "can_run is True of a decode without spec_info"
+    other, name = batch.with_changes(spec_info=spec), type(spec).__name__
+    rule = f"a graph of plain decoding reads no spec_info: it must be refused a batch with {name}"
+    assert not runner.can_run(other), rule
+    with pytest.raises(ContractError, match=f"spec_info = '{name}' .* NoneType"):
         runner.replay(other)
 
 
@@ -184,10 +202,13 @@ def test_a_prepare_that_fails_leaves_nothing_prepared(monkeypatch: pytest.Monkey
     with monkeypatch.context() as broken:
         fails = Mock(side_effect=ContractError("no plan"))
         broken.setattr(runner.attn_backend, "init_forward_metadata_out_graph", fails)
+        unplanned = verify(1, 2)
         with pytest.raises(ContractError, match="no plan"):
-            runner.prepare(verify(1, 2))
+            runner.prepare(unplanned)
     with pytest.raises(ContractError, match="run follows prepare"):
         runner.run(batch)
+    rule = "a batch whose plan failed is not prepared: run would replay on another's metadata"
+    assert is_refused(runner, unplanned), rule
 
 
 def test_what_cannot_be_recorded_is_refused_at_capture() -> None:

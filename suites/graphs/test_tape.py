@@ -37,7 +37,8 @@ def test_a_graph_is_of_the_device_that_is_asked_for(monkeypatch: pytest.MonkeyPa
     factory.new_graph("cuda:1")()
     told = f"a graph asked for on cuda:1 is captured there, not on {asked or 'the current GPU'}"
     assert asked == ["cuda:1"], told
-    assert factory.new_graph("cpu") is Tape, "a graph of the CPU is a tape"
+    for device in ("cpu", "cpu:0", torch.device("cpu", 0)):
+        assert factory.new_graph(device) is Tape, f"a graph of the CPU, {device!r}, is a tape"
 
 
 def test_a_functional_result_is_written_where_the_capture_left_it() -> None:

@@ -121,6 +121,28 @@ def test_aborted_and_retracted_requests_give_their_pages_back(tiny):
 
 
 @torch.inference_mode()
+def test_a_prefill_that_fails_caches_nothing(tiny, monkeypatch):
+    engine = tiny.engine(SPECS["v2"], prefix_cache=True)
+    finish(engine, FIRST[:5])
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    request = engine.submit(LONGER, NEW)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._worker, "prefill", fails)
+        before = engine.usage
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.step()
+    said = "pages of a prefill that failed hold no keys and values: they are freed and not cached"
+    assert engine.usage == before, f"{said}: {engine.usage}, not {before}"
+    while not engine.idle:
+        engine.step()
+    assert request.generation.cached_tokens == 4, "a page that was cached before is found still"
+    assert request.generation.token_ids == list(tiny.expected(LONGER, SPECS["v2"]).token_ids)
+
+
+@torch.inference_mode()
 def test_a_busy_engine_does_not_flush(tiny):
     engine = tiny.engine(SPECS["v2"], prefix_cache=True)
     engine.submit(FIRST, 4)

@@ -73,6 +73,16 @@ def test_the_mask_is_allocated_with_the_graphs() -> None:
     assert max_bs == 8, f"max_bs of verify_mask grows with a larger runner to 8, not {max_bs}"
 
 
+def test_a_mask_of_other_query_rows_holds_whole_verifies_alone() -> None:
+    """A runner of 8 requests decodes one token each; a verify of 3 draft tokens has 3 rows."""
+    backend = MLAScene().backend
+    backend.init_cuda_graph_state(8, 8)
+    mask = backend.verify_mask
+    assert mask is not None
+    told = f"8 rows of the mask are 2 verifies of {DRAFTS} rows and no third, not {mask.max_bs}"
+    assert (DRAFTS, mask.max_bs, mask.fits(3)) == (3, 2, False), told
+
+
 @pytest.mark.parametrize("changes", [{"num_draft_tokens": 0}, {"skip_prefill": True}], ids=str)
 def test_no_mask_where_nothing_is_verified(changes: dict[str, Any]) -> None:
     backend = MLAScene(**changes).backend
