@@ -22,13 +22,22 @@ def test_what_empty_gave_is_garbage_again_at_every_replay(dtype: torch.dtype) ->
     assert torch.equal(memory, expected) or dtype is torch.float32
 
 
-def test_what_is_made_like_another_is_garbage_again_at_every_replay() -> None:
+ALIKE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "empty_like": torch.empty_like,
+    "new_empty": lambda like: like.new_empty(3),
+    "new_empty_strided": lambda like: like.new_empty_strided((3,), (2,)),
+    "empty_strided": lambda like: torch.empty_strided((3,), (2,), dtype=like.dtype),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_is_made_like_another_is_garbage_again_at_every_replay(name: str) -> None:
     tape, like = Tape(), torch.zeros(3)
-    memory = tape.capture(lambda: torch.empty_like(like))
+    memory = tape.capture(lambda: ALIKE[name](like))
     for number in (1, 2):
         memory.zero_()
         tape.replay()
-        told = f"replay {number} leaves NaN in what empty_like gave, and never zeros by luck"
+        told = f"replay {number} leaves NaN in what {name} gave, and never zeros by luck"
         assert memory.isnan().all(), told
     assert not tape.operations, "an allocation is no operation of a graph"
 

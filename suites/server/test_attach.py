@@ -104,6 +104,28 @@ def test_what_vllm_streams_is_summed() -> None:
     assert (last.output_ids, last.prompt_tokens, last.cached_tokens) == ((5, 6, 7), 40, 32)
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_tokens_of_vllm_are_those_that_it_counts(stream: bool) -> None:
+    # With ids of two tokens of three, as where the last one is kept back.
+    usage = {"prompt_tokens": 40, "completion_tokens": 3}
+    usage |= {"prompt_tokens_details": {"cached_tokens": 0}}
+    choice = {"text": "a b", "token_ids": [5, 6], "finish_reason": "stop"}
+    whole = json.dumps({"choices": [choice], "usage": usage})
+    pieces = Reply(pieces=[f"data: {whole}\n\n", "data: [DONE]\n\n"])
+
+    def answered(asked: Asked) -> Reply:
+        if asked.path == "/v1/models":
+            return Reply(body=CARDS)
+        return pieces if stream else Reply(body=json.loads(whole))
+
+    with StubServer(answered) as server:
+        client = VllmClient(server.url)
+        found = [one.answer for one in client.stream(PROMPT, 3)] if stream else []
+        last = found[-1] if stream else client.generate(PROMPT, 3)
+    said = "an answer of vLLM has the tokens of its usage, 3, though ids came of 2"
+    assert last.completion_tokens == 3, f"{said}: {last}"
+
+
 def test_vllm_counts_every_prompt_of_a_batch() -> None:
     with StubServer(StubVllm()) as server:
         found = VllmClient(server.url).generate_batch([PROMPT, PROMPT[:20]], 3)

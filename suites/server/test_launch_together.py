@@ -43,6 +43,34 @@ def test_an_arm_that_takes_longer_than_the_other_is_not_given_up(tmp_path: Path)
         assert started["B"][0].patience_s == 1.5
 
 
+class Instant:
+    """A server that is ready at once, or never."""
+
+    url, pid, alive = "http://127.0.0.1:9", None, True
+
+    def __init__(self, *, is_well: bool = True) -> None:
+        self.patience_s, self._is_well = LONG_S, is_well
+
+    def wait_ready(self) -> float:
+        """No time, or the end of patience."""
+        if not self._is_well:
+            raise NotReady("it hangs")
+        return 0.0
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+
+def test_an_arm_s_patience_is_no_matter_of_how_soon_the_other_was_ready() -> None:
+    with stopped_together() as started:
+        started["A"] += [Instant(), Instant(is_well=False)]
+        started["B"] += [Instant(is_well=False)]
+        wait_together(started)
+        left = {arm: [one.patience_s for one in alike] for arm, alike in started.items()}
+    said = "a server that was ready at once leaves its own arm 5 s, and the other arm its 60"
+    assert left == {"A": [GRACE_S] * 2, "B": [LONG_S]}, f"{said}: {left}"
+
+
 def test_stopping_many_takes_as_long_as_stopping_one(tmp_path: Path) -> None:
     logs = [tmp_path / f"{number}.log" for number in range(4)]
     with stopped_together() as started:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 from pathlib import Path
 
@@ -33,6 +34,14 @@ def last(argv: list[str], flag: str) -> str:
 
 
 def test_every_rank_is_a_node_and_all_end_with_the_first(tmp_path, monkeypatch):
+    free, create = [], socket.create_server
+
+    def noted(address):
+        made = create(address)
+        free.append(str(made.getsockname()[1]))
+        return made
+
+    monkeypatch.setattr(socket, "create_server", noted)
     library = "libm.so.6"  # one that can be loaded anywhere
     least = 23000  # NCCL 2.30.0, the first whose ranks may share a GPU
     monkeypatch.setattr(one_gpu, "version", {Path(library): least}.__getitem__)
@@ -50,7 +59,10 @@ def test_every_rank_is_a_node_and_all_end_with_the_first(tmp_path, monkeypatch):
     assert len({last(one, "--dist-init-addr") for one in words}) == 1
     ports = [last(one, "--port") for one in words]
     assert ports[0] == "1234"
-    assert len({*ports, last(words[0], "--dist-init-addr").partition(":")[2]}) == 4
+    meet = last(words[0], "--dist-init-addr").partition(":")[2]
+    assert len({*ports, meet}) == 4
+    said = "ranks meet, and tell that they are healthy, at ports that the kernel had free"
+    assert {meet, *ports[1:]} == {*free}, f"{said}, {free}: {meet}, {ports[1:]}"
     assert {one["nccl"] for one in told} == {"1"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -150,6 +151,15 @@ def test_layers_of_a_forward_fill_a_plan_once(captures: list[bool]) -> None:
     for _ in range(2):
         prefill(call(6, 2))
     assert FILLS[3:] == [[6, 2], [6, 2]]
+
+
+def test_forwards_whose_tables_lie_in_one_buffer_fill_a_plan_each(captures: list[bool]) -> None:
+    prefill, first = PagedPrefill(torch.device("cpu")), call(6, 2, forward=object())
+    second = replace(call(3, 6, forward=object()), block_tables=first.block_tables)
+    for layer in (first, second, second):
+        prefill(layer)
+    told = "a forward fills the plan, also where its tables lie where those of the last one did"
+    assert FILLS == [[6, 2], [3, 6]], f"{told}: filled for {FILLS}"
 
 
 def test_a_forward_that_is_gone_is_taken_for_no_later_one(captures: list[bool]) -> None:

@@ -161,6 +161,20 @@ def test_nan_or_inf_reaches_exactly_the_rows_that_see_it(
     assert torch.equal(obtained[kept], clean[kept]), f"{told}: rows {rows}"
 
 
+def test_a_value_that_is_no_number_reaches_the_heads_of_its_kv_head(kernel: TorchPaged) -> None:
+    pool, q = mha_pool(), torch.randn(6, HEADS, 8)
+    clean = kernel.decode(uniform(q, pool))
+    assert pool.v_buffer[0].shape[1] == 2, "query heads 0 and 1 read KV head 0, 2 and 3 the other"
+    # Token 11 of request 1 is the own key of its second query row; the first does not see it.
+    pool.v_buffer[0][slots(1, 11, 12), 1] = torch.nan
+    obtained = kernel.decode(uniform(q, pool))
+    spoilt = torch.zeros(6, HEADS, dtype=torch.bool)
+    spoilt[1:3, 2:] = True
+    told = "a NaN in values of KV head 1 is NaN in query heads 2 and 3 of the rows that see it"
+    assert torch.equal(obtained.isnan().any(-1), spoilt), told
+    assert torch.equal(obtained[~spoilt], clean[~spoilt]), f"{told}, and changes no other head"
+
+
 def test_pages_past_the_end_are_never_looked_up(kernel: TorchPaged) -> None:
     pool, q = mha_pool(), torch.randn(6, HEADS, 8)
     tables = uniform(q, pool).block_tables

@@ -212,6 +212,27 @@ def test_of_a_metric_the_workload_is_told_that_sees_it_worst(tmp_path):
     assert visible(found) == "seen of what must be: tpot 5.0 % of 3.0 % (high)"
 
 
+def test_the_noise_of_a_workload_blinds_no_other():
+    calm, noisy = (workload.id for workload in synthetic_bench.WORKLOADS)
+    lines = []
+    for line in synthetic_bench.run_lines():
+        if isinstance(line, Session):
+            cases = tuple(case for case in line.cases if case.metric == "tpot")
+            line = replace(line, cases=cases)
+        elif (line.session, line.workload, line.arm) == (Role.SAME, noisy, "B"):
+            times = 1.2 if line.block % 2 else 1 / 1.2
+            line = replace(line, metrics={"tpot": line.metrics["tpot"] * times})
+        lines.append(line)
+    found = verdict(findings(lines)).findings
+    judged = {f.workload.id: f for f in found if f.role is Role.CANDIDATE}
+    hidden = {name: f.mde > f.case.bounds.delta1 for name, f in judged.items()}
+    said = "a workload's candidate is judged by the noise of its own A/A case"
+    assert hidden == {calm: False, noisy: True}, f"{said}: hidden by noise are {hidden}"
+    verdicts = {name: f.verdict for name, f in judged.items()}
+    due = {calm: BenchVerdict.OK, noisy: BenchVerdict.BLIND}
+    assert verdicts == due, f"{said}: {verdicts}"
+
+
 def test_records_that_do_not_belong_together_are_refused(tmp_path):
     session, trial = records(tmp_path / "bench.jsonl", blocks=1)
     with pytest.raises(UsageError, match="trial of session"):

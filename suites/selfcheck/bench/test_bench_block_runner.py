@@ -355,6 +355,23 @@ def test_as_many_blocks_are_left_as_the_case_with_the_fewest_needs():
     assert left == {"A/A": 16, "candidate": 15, "injected": 14}, f"{rule}, 0, 1 and 2, not {left}"
 
 
+def test_a_candidate_that_is_slower_in_one_metric_goes_on_for_its_undecided_ones():
+    lines = list(run_lines(blocks=2))
+    regressed = {"verdict": BenchVerdict.REGRESSED, "over": True, "blocks": 1}
+    found = [
+        f.with_evidence(replace(f.evidence, **regressed)) if f.metric == "tpot" else f
+        for f in findings(lines, detectable_too=False)
+    ]
+    plans = [line for line in lines if isinstance(line, Session)]
+    still_open = {one.session.role: one for one in open_sessions(plans, found)}
+    assert list(still_open) == [Role.SAME, Role.CANDIDATE], "the injected slowdown was seen"
+    of_candidate = still_open[Role.CANDIDATE]
+    said = "where TPOT is decided, a workload is measured on for its other metrics"
+    assert list(of_candidate.workloads) == list(plans[1].workloads), said
+    said = "blocks left are those of undecided cases, 16 less 2, and not of TPOT's, 16 less 1"
+    assert of_candidate.left == 14, f"{said}: {of_candidate.left}"
+
+
 def test_no_wave_begins_that_would_end_too_late(tmp_path, monkeypatch):
     now = iter(range(0, 10_000, 10))
     monkeypatch.setattr(block_runner.time, "monotonic", lambda: float(next(now)))

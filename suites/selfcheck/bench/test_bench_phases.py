@@ -178,6 +178,22 @@ def test_an_improvement_is_named_by_what_became_faster():
     assert found["step_time"].reasons[-1] == "draft -500.0 µs of -600.0 µs"
 
 
+@pytest.mark.parametrize("turn", [1, -1], ids=["first", "last"])
+def test_the_phase_of_another_session_or_workload_is_not_named(turn):
+    moved = {("candidate", "phase_draft_extend"): 560.0, ("A/A", "phase_draft"): 590.0}
+    lines = run_lines({"step_time": math.log(1.05)}, workloads=ONE, noise=1e-6)
+    found = findings(with_phases(lines, moved), detectable_too=False)
+    of_same, of_candidate = (
+        next(f for f in found if f.role is role and f.metric == "phase_draft")
+        for role in (Role.SAME, Role.CANDIDATE)
+    )
+    elsewhere = replace(of_candidate, workload=WORKLOADS[1], blocks=of_same.blocks)
+    run = verdict([elsewhere, *found][::turn])
+    [step] = [f for f in run.findings if f.role is Role.CANDIDATE and f.metric == "step_time"]
+    said = "a step is told the phase that moved in its own session and workload"
+    assert step.reasons[-1] == "draft extend +560.0 µs of +600.0 µs", f"{said}: {step.reasons}"
+
+
 def test_a_step_that_did_not_move_has_no_phase_to_name_and_parts_gate_nothing():
     moved = {("candidate", "phase_draft_extend"): 560.0, ("A/A", "phase_draft"): 300.0}
     run, found = judged(moved)
@@ -229,6 +245,15 @@ def test_a_block_that_was_dropped_moves_no_phase():
     # Walsh averages of 10 and 12: 10, 11, 12.
     assert moved(seen, "us") == pytest.approx(11.0), "a dropped block counts nowhere"
     assert moved([throttled], "us") == 0.0
+
+
+def test_a_block_with_a_spike_moves_a_phase_little():
+    pairs = [(800.0, 810.0), (500.0, 512.0), (700.0, 714.0), (600.0, 700.0)]
+    blocks = [Block(index=index, order="AB", values=values) for index, values in enumerate(pairs)]
+    # Walsh averages of 10, 12, 14 and 100: 10, 11, 12, 12, 13, 14, 55, 56, 57, 100.
+    said = "a phase moved by the median of the means of all pairs of blocks"
+    assert moved(blocks, "us") == pytest.approx(13.5), said
+    assert moved(blocks, "ms") == pytest.approx(13_500.0), said
 
 
 def test_no_phase_is_named_where_none_moved_with_the_step():

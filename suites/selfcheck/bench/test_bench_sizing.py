@@ -89,6 +89,18 @@ def test_levels_are_those_of_arm_a():
     assert found == pytest.approx({(name, "step_time"): ms for name, ms in STEP_MS.items()})
 
 
+def test_a_level_is_that_of_all_launches_of_arm_a():
+    of_launches = {"A": (0.0, 0.2, 0.5), "B": (0.3, 0.3, 0.3)}
+    launches = [
+        RehearsedLaunch(spec=spec, trials={"small": [recorded((n, 0), "small", logs[n])] * 2})
+        for n in range(3)
+        for spec, logs in of_launches.items()
+    ]
+    [level] = Rehearsal(launches=launches, launch_s=START_S).levels.values()
+    said = "the level of a metric is the median over every launch of arm A"
+    assert level == pytest.approx(STEP_MS["small"] * np.exp(0.2)), said
+
+
 def test_a_metric_that_any_trial_lacks_has_no_level():
     both, one = recorded((0, 0), "small", 0.0), recorded((0, 1), "small", 0.1)
     both = replace(both, metrics=both.metrics | {"tpot": 2.0, "ttft": 40.0})

@@ -159,6 +159,12 @@ def test_a_third_of_the_blocks_may_be_invalid_and_no_more():
     assert found.reasons[1:] == ("throttled",)
     hopeless = evidence([0.0] * 3, invalid=(0, 1, 2), n_max=4)
     assert (hopeless.verdict, hopeless.blocks) == (BenchVerdict.INVALID, 0)
+    hoping = evidence([0.0] * 3, invalid=(0, 1), n_max=4)
+    said = (
+        "two lost blocks beside four valid ones are a third: the session goes on until it has them"
+    )
+    found = hoping.verdict, hoping.over
+    assert found == (BenchVerdict.INCONCLUSIVE, False), f"{said}: {found}"
 
 
 def test_a_slowdown_that_the_clock_explains_is_invalid():
@@ -280,6 +286,9 @@ def test_e_bh_and_controls_decide_a_run():
     many = apply_e_bh({"worse": worse} | {f"lost {i}": lost for i in range(20)})
     assert many["worse"].verdict is BenchVerdict.INCONCLUSIVE
     assert many["lost 0"] == lost
+    many = apply_e_bh({"better": better} | {f"lost {i}": lost for i in range(20)})
+    said = "an improvement, too, is asked for the evidence of as many cases as were measured"
+    assert many["better"].verdict is BenchVerdict.INCONCLUSIVE, said
     assert apply_controls(table, {Control.AA: same, Control.INJECTED: worse}) == table
     invalid_run = apply_controls(table, {Control.AA: better})
     said = "where a control failed or is missing, no case of the run keeps a verdict"
@@ -319,6 +328,17 @@ def test_a_threshold_that_is_just_reached_decides(regressed, equivalent, improve
         EvidencePaths(**at), Thresholds(reject_null=100.0, accept_equivalence=20.0)
     )
     assert (VERDICT_CODES[code[0]], blocks[0]) == decided
+
+
+def test_equivalence_that_was_once_shown_waits_for_the_improvement_to_fade_and_no_longer():
+    at = {
+        "regressed": np.zeros((1, 5)),
+        "accept_equivalence": np.log([[1.0, 20.0, 1.0, 1.0, 1.0]]),
+        "improved": np.log([[1.0, 1.1, 1.1, 1.0, 1.1]]),
+    }
+    code, blocks = decide(EvidencePaths(**at), Thresholds(accept_equivalence=20.0))
+    found, said = (VERDICT_CODES[code[0]], blocks[0]), "shown after block 2, it is ok after block 4"
+    assert found == ("ok", 4), f"{said}, where nothing speaks for an improvement: {found}"
 
 
 def test_estimates():

@@ -188,6 +188,12 @@ def test_kinds_that_must_be_there_are_asked_for(
     assert "gate: no records of sm100\n" in capsys.readouterr().out
 
 
+def test_a_kind_is_asked_for_by_its_whole_name() -> None:
+    told = "sm10 is asked for, and records of sm100 are none of it"
+    found = gate.problems([trial("one", device="cuda:0", kind="sm100")], ["sm10"])
+    assert found == ["no records of sm10"], f"{told}: {found}"
+
+
 def test_error_at_the_allowance_passes() -> None:
     assert gate.problems([trial("one", quantities=compared(0.5))]) == []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -102,6 +103,12 @@ def test_rate_counts_compared_trials_alone() -> None:
 def test_accept_lengths_gather_the_prompts_of_a_pair() -> None:
     key = ("gqa", "trtllm_mha/reference", "eager")
     assert summary.accept_lengths(RECORDS) == {key: Counter({3: 2, 1: 1, 4: 1})}
+
+
+def test_a_mean_accept_length_is_that_of_a_step() -> None:
+    # Steps of 3, 1, 3 and 4 tokens.
+    told = "a pair's mean accept length is its tokens, 11, over its steps, 4"
+    assert "mean 2.75 over 4 steps" in report.page(RECORDS), told
 
 
 def test_tokens_are_counted_over_all_texts() -> None:
@@ -314,6 +321,13 @@ def test_page_survives_numbers_json_cannot_say() -> None:
 def test_page_lists_an_environment_once() -> None:
     page = report.page([*RECORDS, trial("cuda", device="cuda:0")])
     assert page.count(f"<dd>{ENVIRONMENT.torch}</dd>") == 1
+
+
+def test_page_lists_the_environment_of_every_machine() -> None:
+    other = replace(ENVIRONMENT, torch="2.99.0")
+    page = report.page([*RECORDS, trial("three", environment=other)])
+    found = [page.count(f"<dd>{one.torch}</dd>") for one in (ENVIRONMENT, other)]
+    assert found == [1, 1], f"the environments of the first and the last record are told: {found}"
 
 
 @pytest.fixture

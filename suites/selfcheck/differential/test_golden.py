@@ -254,6 +254,24 @@ def test_a_store_that_was_flushed_records_on(folder):
         assert golden.says_the_same(answer(value)), said
 
 
+def test_a_key_that_another_one_begins_with_has_its_own_tensors(folder):
+    settle(folder, Workflow.ADD, key="edge/longer", value=3.0)
+    golden, _ = settle(folder, Workflow.VERIFY)
+    said = "the golden of edge holds its own logits, and not those of edge/longer"
+    assert golden.says_the_same(answer(0.0)), f"{said}: {golden.tensors}"
+
+
+def test_damage_of_any_group_is_told(folder):
+    store = GoldenStore(folder, Workflow.ADD)
+    store.settle("mla", "edge", IDENTITY, lambda: answer(5.0))
+    store.flush()
+    assert GoldenStore(folder).damage() == ""
+    truncate(folder / "mla.json")
+    told = GoldenStore(folder).damage()
+    said = "a damaged file is told, also where the goldens of the first group are whole"
+    assert "mla.json is corrupt" in told, f"{said}: {told!r}"
+
+
 def test_groups_are_files_of_their_own(folder):
     store = GoldenStore(folder, Workflow.ADD)
     store.settle("mla", "edge", IDENTITY, lambda: answer(5.0))

@@ -149,6 +149,23 @@ def test_missing_swa_table_and_wrong_swa_pages():
     ]
 
 
+def test_queries_padded_to_the_longest_are_what_the_kernel_is_told():
+    # Packed 3, 2 and 1, but the kernel sees 4 of each request.
+    padded = {"q_lens": [4, 4, 4], "packed_q_lens": [3, 2, 1]}
+    planned = replace(
+        PLANNED,
+        cache_seqlens_int32=int32([9, 20, 4]),
+        cu_seqlens_k=int32([0, 9, 29, 33]),
+        page_table=int32([[4, 1, 0], [2, 7, 5], [0, 0, 0]]),
+    )
+    found = check_metadata(planned, **GIVEN | padded)
+    said = "max_seq_len_q covers the queries as the kernel sees them, 4, and not as packed, 3"
+    assert found == ["max_seq_len_q = 3, expected at least 4 [geometry frozen at capture]"], (
+        f"{said}: {found}"
+    )
+    assert check_metadata(replace(planned, max_seq_len_q=4), **GIVEN | padded) == []
+
+
 def test_every_violation_is_reported():
     broken = replace(PLANNED, cu_seqlens_k=PLANNED.cu_seqlens_k + 1, max_seq_len_q=1)
     found = check_metadata(broken, **GIVEN)
@@ -229,6 +246,10 @@ def test_writes_land_in_their_slots_and_nowhere_else(dtype):
     assert found == [], f"a forward that writes its slots, 3 and 17, and no other is right: {found}"
     found = check(after(0, 3, 17), [3, 17])
     assert found == [], f"slot 0 is padding's, which any forward may write: {found}"
+    found = check(after(3, 5, 17), [3, 17])
+    said = "of the padding page only slot 0 is anybody's to write; slot 5 is told"
+    spoilt = "k0 slot 5 (page 0) and 0 more: was overwritten [index space or capacity]"
+    assert found == [spoilt], f"{said}: {found}"
     overwritten = "k0 slot 18 (page 1) and 0 more: was overwritten [index space or capacity]"
     missing = "k0 slot 17 (page 1) and 0 more: was not written [index space or capacity]"
     found = check(after(3, 18), [3, 17])

@@ -11,6 +11,7 @@ import torch
 from fixtures.tables import find
 from harness.attention.trtllm_mla import TRTLLMMLABackend
 from harness.core.case import Case, Execution, Inputs
+from harness.differential import diagnose
 from harness.differential.dense import dense_rows
 from harness.differential.diagnose import KeysRead, _faults, keys_read, rotation
 from harness.differential.forward import decoys, run_forward
@@ -183,6 +184,21 @@ def test_keys_that_are_nearer_to_another_position_but_not_there_are_not_named() 
         assert rotation(result) == said, f"{told}: {rotation(result)!r}"
 
 
+def test_keys_of_a_later_request_of_a_draft_are_told_by_its_own_tokens() -> None:
+    case = find("mha-multi_step_draft-bs2_ragged")
+    inputs = make_trial_inputs(case)
+    result = run_forward(MHA, inputs, EAGER)
+    tokens = result.output.draft_tokens[:, :-1]
+    assert not torch.equal(*tokens), "both requests drafted alike, and tell nothing apart"
+    at = torch.arange(case.prefix_lens[1], case.total_lens[1]) + 1
+    keys = dense_rows(inputs.weights, case, tokens[1], at, queries=0).k[0]
+    own = result.pool_state.buffers()["k0"]
+    own[torch.tensor(inputs.tested.new_slots[1])] = keys.to(own.dtype)
+    told = rotation(result)
+    said = "keys of request 1 of a draft are compared with those of the tokens that it drafted"
+    assert told == "keys of request 1 were rotated for positions 1 too large", f"{said}: {told!r}"
+
+
 def test_every_request_whose_keys_were_read_is_named() -> None:
     read = KeysRead(keys={(0, 0), (1, 4), (1, 5), (2, 3), (3, 9)})
     faults = _faults(read, 2, {(2, 3)}, 0, 3)
@@ -228,6 +244,15 @@ def test_what_does_not_fit_is_traced_from_the_end() -> None:
     history = inputs.tested.history[0].tolist()
     assert history[:200] == [SILENT] * 200
     assert len(set(history[300:])) == 100
+
+
+def test_keys_that_no_pass_traced_are_not_told_as_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnose, "MAX_PASSES", 1)
+    case = traced_case(prefix_lens=(400, 3), max_context_len=512)
+    assert capacity(case) < sum(case.total_lens), "one pass traces every key"
+    found = keys_read(case, MHA, EAGER)
+    said = "a query that read all of a long case's traced keys is told without a fault"
+    assert found.startswith(RIGHT), f"{said}: {found}"
 
 
 def test_decoys_are_one_token() -> None:
