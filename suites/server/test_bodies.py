@@ -55,6 +55,16 @@ def test_refused_by_name(embedded_server, body, words):
     assert words in error["message"], said
 
 
+def test_every_prompt_of_a_batch_has_the_rid_that_was_sent_for_it(embedded_server):
+    sampling = {"max_new_tokens": 2, "ignore_eos": True}
+    asked = {"input_ids": [[5], [6, 7]], "rid": ["one", "two"], "sampling_params": sampling}
+    answer = requests.post(f"{embedded_server.url}/generate", json=asked, timeout=60)
+    told = f"the n-th answer of a batch has the n-th rid: {answer.text}"
+    assert answer.status_code == 200, told
+    found = [(own["meta_info"]["id"], own["meta_info"]["prompt_tokens"]) for own in answer.json()]
+    assert found == [("one", 1), ("two", 2)], told
+
+
 def test_a_prompt_may_leave_room_for_one_token(embedded_server):
     asked = {"input_ids": [5] * (CONTEXT - 1), "sampling_params": {"max_new_tokens": 1}}
     answer = requests.post(f"{embedded_server.url}/generate", json=asked, timeout=60)

@@ -9,10 +9,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.core.paths import MODELS
+from harness.engines import EngineConfig
 from harness.errors import UsageError
 from harness.server import __main__ as command
 from harness.server.engine_process import build
@@ -95,6 +97,27 @@ OPTIONS = EngineOptions(
 def test_an_engine_that_cannot_be_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         build.build(replace(OPTIONS, **changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("most", "captured"), [(1, (1,)), (4, (1, 2, 4)), (6, (1, 2, 4, 6)), (9, (1, 2, 4, 8, 9))]
+)
+def test_graphs_are_captured_up_to_the_most_requests_that_run(
+    most: int, captured: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs: list[EngineConfig] = []
+
+    class Builder:
+        def __init__(self, *given: Any) -> None:
+            configs.append(given[-1])
+
+        def scheduler(self, *, prefix_cache: bool) -> None:
+            assert prefix_cache
+
+    monkeypatch.setattr(build, "EngineBuilder", Builder)
+    build.build(replace(OPTIONS, max_running_requests=most))
+    said = f"a batch of all {most} requests is replayed from a graph, too"
+    assert [config.capture_bs for config in configs] == [captured], said
 
 
 def test_an_engine_that_cannot_start_ends_the_server() -> None:

@@ -99,6 +99,12 @@ def test_what_the_kernels_serve_is_launched(
             {"attention_backend": "triton", "speculative_draft_attention_backend": "specgate_mla"},
             "attention of the model = 'mha'",
         ),
+        # And a second one beside one that serves.
+        (
+            False,
+            {"speculative_draft_attention_backend": "specgate_mla"},
+            "attention of the model = 'mha'",
+        ),
     ],
 )
 def test_what_they_do_not_serve_is_refused_by_name(

@@ -24,7 +24,7 @@ REFUSED = (
     ({"mode": Mode.IDLE}, "prefix_lens = (5, 40) is not accepted; accepted: ()"),
     ({"mode": Mode.DRAFT_EXTEND_V2, "accept_lens": (0, 2)}, "accept_lens = (0, 2)"),
     ({"mode": Mode.DRAFT_EXTEND_V2, "accept_lens": (2, 5)}, "1 … num_draft_tokens = 4 each"),
-    ({"prefix_lens": (257,)}, "accepted: <= max_context_len = 256 each"),
+    ({"prefix_lens": (5, 257)}, "accepted: <= max_context_len = 256 each"),
     ({"mode": Mode.EXTEND, "extend_lens": (9, 300)}, "total_lens = (14, 340)"),
     ({"num_q_heads": 3}, "num_q_heads = 3 is not accepted; accepted: a multiple of"),
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from harness.bench.console import ConsoleView
+from harness.bench.console import ConsoleView, table
 from harness.bench.wording import percent
 from suites.selfcheck.bench.test_bench_analysis import judged, records
 
@@ -27,6 +27,16 @@ def test_a_terminal_shows_bars_and_a_table(tmp_path, terminal):
         assert "…" not in shown
     else:
         assert shown == "2 blocks, 1 of 1 cases undecided\n"
+
+
+def test_every_workload_has_a_title_of_its_own_over_its_rows(tmp_path):
+    records(tmp_path / "bench.jsonl", blocks=2)
+    one = judged(tmp_path / "bench.jsonl")
+    other = replace(one, workload=replace(one.workload, id="another"))
+    text = io.StringIO()
+    Console(file=text, width=80).print(table([one, other]))
+    titles = [line.strip() for line in text.getvalue().splitlines() if line.startswith("s, ")]
+    assert titles == ["s, smoke-bs2-in32-out32", "s, another"], "rows stand under their workload"
 
 
 def test_a_bar_is_as_long_as_the_case_of_most_blocks(tmp_path):

@@ -48,6 +48,16 @@ def test_sessions_share_the_launches_of_their_reference():
     assert (cost.launches, cost.trials) == (5 * 4 + 2, 3 * 5 * 8 + 2)
 
 
+def test_a_launch_that_a_longer_session_began_is_no_other_for_one_after_a_shorter():
+    rows = (replace(MARGINS["tpot"], n_max=5), replace(MARGINS["ttft"], n_max=9))
+    roles = (Role.CANDIDATE, Role.INJECTED, Role.SAME)
+    unlike = replace(SETUP, margins=rows, roles=roles, blocks_at_most=None)
+    cost = forecast(replace(unlike, design=Design.THUE_MORSE_8))
+    # B is launched for 9, 5 and 9 blocks, A for the nine that all sessions share.
+    said = "launches of the reference are as many as those of the longest session"
+    assert cost.launches == 9 + (9 + 5 + 9) + 2, f"{said}: {cost.launches}"
+
+
 def test_without_a_limit_a_session_takes_what_its_margins_allow():
     cost = forecast(replace(SETUP, blocks_at_most=None, roles=(Role.SAME, Role.INJECTED)))
     most = MARGINS["tpot"].n_max

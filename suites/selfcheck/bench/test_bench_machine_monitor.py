@@ -1,6 +1,7 @@
 """A monitor reports the conditions of the machine, and other processes on its GPU."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -113,6 +114,22 @@ def test_our_work_is_that_of_this_process_and_of_the_servers():
         wall, busy, own = monitor._clocks()
     assert wall > 0
     assert 0.0 < own <= busy
+
+
+def test_what_a_child_of_a_server_starts_is_ours_too():
+    # As the scheduler of a server that a wrapper started.
+    nap = "import time; time.sleep(60)"
+    start = f"p = subprocess.Popen([sys.executable, '-c', {nap!r}], stdout=subprocess.DEVNULL)"
+    script = f"import subprocess, sys\n{start}\nprint(p.pid, flush=True)\np.wait()"
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        grandchild = int(child.stdout.readline())
+        ours = {process.pid for process in MachineMonitor()._ours()}
+        os.kill(grandchild, signal.SIGKILL)
+    finally:
+        child.kill()
+        child.communicate()
+    assert {child.pid, grandchild} <= ours, "work of children's children is no load"
 
 
 def test_a_machine_without_nvml_has_no_gpu(monkeypatch):

@@ -166,6 +166,26 @@ def test_a_closed_loop_sends_every_prompt_once_and_holds_its_batch_size():
     assert 0.03 <= done.seconds < 1.0
 
 
+def test_samples_are_in_the_order_of_the_prompts_whichever_is_answered_first():
+    last_is_sent = threading.Event()
+
+    class Unlike(Client):
+        """The first prompt is answered behind the others; as many tokens are cached as its id."""
+
+        def stream(self, input_ids, max_new_tokens):
+            self.cached = input_ids[0]
+            if self.cached == 5:
+                last_is_sent.set()
+            if self.cached == 0:
+                last_is_sent.wait(10.0)
+                time.sleep(0.1)
+            yield from super().stream(input_ids, max_new_tokens)
+
+    done = drive(lambda: Unlike([]), LOOP, PROMPTS)
+    told = "the n-th sample is that of the n-th prompt"
+    assert [one.cached_tokens for one in done.samples] == [0, 1, 2, 3, 4, 5], told
+
+
 def test_every_measured_pass_follows_a_flush_and_warm_ups_are_not_counted():
     log = []
     trial = trials(log).run(SLOT, parse("embedded:slowdown=0.05"), Server(), LOOP)

@@ -112,6 +112,35 @@ def test_noise_of_a_known_size_is_seen_as_often_as_it_should_be():
     assert shares["one", 0.0].share <= 0.02
 
 
+def mixed(one, two):
+    """A session with the workload "one" of a session, and "two" of another."""
+    return [
+        of_two if isinstance(of_two, Trial) and of_two.workload == "two" else of_one
+        for of_one, of_two in zip(one, two, strict=True)
+    ]
+
+
+def test_the_noise_of_one_workload_is_no_scale_of_another():
+    loud = list(lines(between=0.01))
+    beside_a_calm_one = mixed(lines(between=0.001), loud)
+    one, due = (
+        found([("host", files)], effects=(0.01,))["two", 0.01]
+        for files in (beside_a_calm_one, loud)
+    )
+    said = "what is found of a workload is the same beside a calm one and beside one as noisy"
+    assert (one.share, one.blocks) == (due.share, due.blocks), said
+
+
+def test_a_start_comes_before_every_block_in_which_any_workload_is_measured():
+    shares = found([("host", mixed(lines(between=0.01), lines()))], effects=(0.01,))
+    one, two = shares["one", 0.01], shares["two", 0.01]
+    assert one.blocks > two.blocks + 5, "the calm workload is decided first"
+    due = one.blocks * START_S + (one.blocks + two.blocks) * 8 * TRIAL_S
+    said = "a session starts servers until its last workload is decided, be it the first one"
+    # Five starts take 1.7 minutes; by luck a session or two decide the loud one first.
+    assert one.minutes == pytest.approx(due / 60, abs=0.1), said
+
+
 def test_a_session_that_has_no_time_left_finds_nothing():
     files = [("host", list(lines()))]
     needed = found(files)["one", 0.01].blocks
@@ -171,11 +200,30 @@ def test_slowed_launches_and_other_arms_do_not_count():
     (recorded,) = recorded_launches([("host", other)], "other")
     assert (recorded.arm, recorded.launches(1)) == ("other", 12)
     assert {recorded.hosts["host"].start_s} == {START_S}
+    newer = replace(ARM, versions={"sglang": "0.5.23"})
+    (recorded,) = recorded_launches([("host", list(lines(role=Role.CANDIDATE, b=newer)))])
+    said = "of two arms of one name those of another version are no launches of the first"
+    assert recorded.launches(0) == 12, said
 
 
 def test_blocks_that_were_started_together_share_the_time_of_a_start():
     (recorded,) = recorded_launches([("host", list(lines(wave=3)))])
     assert recorded.hosts["host"].start_s == pytest.approx(START_S / 3)
+
+
+def test_sessions_that_follow_each_other_have_blocks_and_starts_of_their_own():
+    def later(role, blocks):
+        for line in lines(blocks=12, role=role):
+            if isinstance(line, Trial):
+                started = datetime.fromisoformat(line.started) + timedelta(seconds=blocks * BLOCK_S)
+                yield replace(line, session=role.value, started=started.isoformat())
+            else:
+                yield replace(line, id=role.value)
+
+    records = [*later(Role.CANDIDATE, 0), *later(Role.SAME, 12)]
+    (recorded,) = recorded_launches([("host", records)])
+    said = "block n of one session and block n of another are two, with a start before each"
+    assert recorded.hosts["host"].start_s == pytest.approx(START_S), said
 
 
 def invalid(trial):

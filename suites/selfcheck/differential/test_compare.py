@@ -50,6 +50,11 @@ def test_each_row_is_allowed_twice_its_reference_error():
     obtained = EXPECTED.float() * torch.tensor([[1.0], [1.0], [1.06]])
     assert judged(obtained, reference=reference).allowed == pytest.approx(0.2, rel=1e-4)
     assert judged(obtained, reference=reference).passed
+    # An error of 0.8 % of 1 % is nearer to its limit than one of 6 % of 20 %.
+    near = judged(obtained * torch.tensor([[1.008], [1.0], [1.0]]), reference=reference)
+    said = "where no row is wrong the one that is nearest to its limit is named"
+    assert (near.passed, near.where) == (True, "row 0"), said
+    assert (near.error, near.allowed) == (pytest.approx(0.008, rel=1e-3), 0.01), said
     obtained[0] *= 1.06
     assert judged(obtained, reference=reference).bad_rows == 1
 
@@ -164,6 +169,10 @@ def test_exact_data_tells_index_and_dtype():
     red = compare_exact("lens", {"q": (1, 2)}, {"q": [1, 3]}, Verdict.WRONG_GOLDEN)
     assert (red.verdict, red.bad_rows) == (Verdict.WRONG_GOLDEN, 1)
     assert not compare_exact("flag", 1, True).passed
+    said = "tuples are compared as lists are, tensors in them by index"
+    assert compare_exact("tables", (table.clone(), 5), [table, 5]).passed, said
+    red = compare_exact("tables", (table, other), (table, table))
+    assert red.message == "tables: Value of root[1]['values'][1][0] changed from 3 to 7.", said
 
 
 def test_many_differences_are_one_line():

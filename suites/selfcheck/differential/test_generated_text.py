@@ -78,6 +78,10 @@ def test_messages_name_item_obtained_expected_and_shortfall() -> None:
         "accept_lengths: item 1 is 1, expected 2; "
         "it falls short by 0.125 RMS, a tie by 0.045 at most"
     )
+    twice = judge_tokens(TOKENS, along((0, 0, 0, 0, 0.1, 0, 0.2)), Dtype.BF16, count=7)
+    said = "of several wrong tokens the first is named, behind which a text is another one"
+    assert twice.message.startswith("tokens: item 4 is 4, expected 9; "), said
+    assert (twice.where, twice.bad_rows) == ("item 4", 2), said
     tied = judge_tokens(TOKENS, along((0.04, 0, 0, 0, 0.03, 0, 0)), Dtype.BF16, count=7)
     assert tied.message == "tokens: 2 of 7 tie with the oracle's choice"
     assert (tied.error, tied.where, tied.to_quantity().ratio < 1) == (0.04, "item 0", True)

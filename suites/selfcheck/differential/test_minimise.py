@@ -102,6 +102,20 @@ def test_a_fault_that_needs_nothing_leaves_the_plainest_case(mode: Mode) -> None
     assert smallest == plainest
 
 
+def test_a_fault_of_whole_chains_keeps_them_whole_as_they_become_shorter() -> None:
+    case = Case(
+        id="whole-chain",
+        family=Family.MHA,
+        mode=Mode.DRAFT_EXTEND_V2,
+        prefix_lens=(70, 33),
+        accept_lens=(2, 4),
+        num_draft_tokens=4,
+    )
+    smallest, _ = minimise(case, judged(lambda c: c.num_draft_tokens in c.accept_lens))
+    said = "a narrower chain cuts the accept lengths that are longer"
+    assert (smallest.accept_lens, smallest.num_draft_tokens) == ((1,), 1), said
+
+
 def test_the_record_is_the_smallest_case_s() -> None:
     def run(case: Case) -> Record:
         verdict = Verdict.WRONG_NUMBERS if case.bs > 2 else Verdict.PASSED
