@@ -227,6 +227,17 @@ def test_the_command_ends_with_1_below_the_oracle(
     assert " | 6 | " in said.err
 
 
+@pytest.mark.parametrize("backends", [("specgate_mha", "triton"), ("triton", "specgate_mha")])
+def test_one_arm_that_is_not_good_ends_the_command_with_1(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backends: tuple[str, str]
+) -> None:
+    monkeypatch.setattr(accept_lengths, "ask", lambda *_: Outcome(ended="no such GPU"))
+    monkeypatch.setattr(accept_lengths, "as_completed", list)  # one after another, as given
+    arms = [parse(f"sglang:pair=gqa,backend={name}") for name in backends]
+    told = f"our backend must start where sglang's need not, and whichever of {backends} comes last"
+    assert accept_lengths.compare(arms, tmp_path, 24, Load(), 1, may_end=True) == 1, told
+
+
 def test_prompts_after_the_shipped_ones_are_slices_of_held_out_text() -> None:
     made = asked("gqa", 256)
     assert made[:32] == prompts("gqa")

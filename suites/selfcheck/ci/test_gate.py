@@ -201,6 +201,12 @@ def test_error_at_the_allowance_passes() -> None:
 COMMANDS = [
     ("green", PAIR, 0, "gate: green, 0 problems, planned 2 = run 2 + refused 0 + waived 0"),
     ("red", PAIR[:1], 1, "gate: red, 1 problems, planned 2 != run 1 + refused 0 + waived 0"),
+    (
+        "retried",
+        [*PAIR, PAIR[0]],
+        0,
+        "gate: green, 0 problems, planned 2 = run 2 + refused 0 + waived 0",
+    ),
     ("empty", [], 1, "gate: red, 1 problems, planned 0 = run 0 + refused 0 + waived 0"),
 ]
 

@@ -190,6 +190,7 @@ def test_the_trials_of_a_night_are_counted() -> None:
         pytest.param((10, 0), [], 0, {}, 2, 0, id="green"),
         pytest.param((10, 0), ["--attention-backend", "x"], 0, {}, 2, 0, id="other backend"),
         pytest.param((10, 0), [], 1, {}, 2, 1, id="a stage failed"),
+        pytest.param((10, 0), [], -9, {}, 2, 1, id="a stage was killed"),
         pytest.param((10, 0), [], 0, {"tpot": 0.05}, 2, 1, id="regressed"),
         pytest.param((9, 0), [], 0, {}, 3, 0, id="hopper"),
         pytest.param((10, 0), [], 0, None, 2, 1, id="no benchmark"),
@@ -223,7 +224,7 @@ def test_a_night_is_green_only_with_its_stages_and_its_benchmark(
     history = tmp_path / "history.jsonl"
     asked = ["--report", str(tmp_path), "--history", str(history), "--unpinned"]
     ended = command.main([*asked, *words])
-    rule = "a night ends with 1 if a stage or benchmark failed or a case regressed, else with 0"
+    rule = "a night ends with 1 if a stage failed or was killed, or a case regressed, else with 0"
     assert ended == exits, f"{rule}: {exits}, not {ended}"
     text = (tmp_path / "summary").read_text()
     said = "a night's summary comes after what the job's other steps told GitHub"
