@@ -122,6 +122,13 @@ def test_answers_to_one_prompt_are_drawn_together() -> None:
     assert share(once * 4) == share(once)
 
 
+def test_an_interval_leaves_out_a_fortieth_on_either_side() -> None:
+    # All three draws are the slow prompt in 1 of 27, which is more than a fortieth.
+    found = [text(0, 2), text(1, 2), text(2, 4)]
+    told = "half the accept length comes up in 3.7 % of the draws, so that 95 % reach down to it"
+    assert share(found) == (0.75, 0.5, 1.0), told
+
+
 class Unreachable:
     """A server that starts, ends or hangs, and answers nothing."""
 

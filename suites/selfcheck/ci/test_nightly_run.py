@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -88,6 +89,8 @@ def test_dry_run_shows_the_plan_and_starts_nothing(
     assert command.main([*asked, "--", "--seconds", "77"]) == 0
     text = capsys.readouterr().out
     assert "planned for Blackwell 10.0: runs trtllm_gen" in text
+    told = "of four trials of mla/gen one is to run, and three are refused, most for their dtype"
+    assert re.search(r"mla/gen\W+1\W+3\W+dtype", text), f"{told}: {text}"
     assert "sglang==0.5.13" in text
     [bench] = [
         line for line in text.splitlines() if line.startswith(f"stage {len(STAGES)}, bench: ")
