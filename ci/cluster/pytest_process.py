@@ -169,7 +169,7 @@ class Run:
         elif "ended" in said:
             facts = {name: said[name] for name in ("outcome", "message", "seconds", "record")}
             self.ended.append(UnitEnd(unit=said["ended"], **facts))
-            self._now = ""
+            self._now = self.blank = ""
 
     def ends_by(self, reason: str) -> None:
         """The process is gone; the test that was running ended it, or the first that would have."""

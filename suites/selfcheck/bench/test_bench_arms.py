@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from fixtures import bench
+from fixtures.fakes import synthetic_bench
 from fixtures.tables.margins import ROWS as MARGIN_ROWS
 from fixtures.tables.workloads import DEFAULT, REAL_SIZE_ROWS, ROWS, WORKLOADS
 from harness.bench.arms import parse
+from harness.bench.jsonl import append
 from harness.bench.plan import Setup
 from harness.bench.prompts import prompts
 from harness.bench.session_records import ArmFacts, Role, Workload
@@ -322,6 +324,38 @@ def test_a_number_that_makes_no_sense_is_named(word, values, accepted, capsys):
             bench.main(["--a", "embedded:", f"{word}={value}"])
         said = capsys.readouterr().err.splitlines()[-1]
         assert said.endswith(f"argument {word}: {value!r} is not accepted; accepted: {accepted}")
+
+
+def test_as_many_servers_at_a_time_as_are_asked_for(tmp_path, monkeypatch):
+    asked = []
+
+    class Run:
+        def __init__(self, *, side_by_side, **_):
+            asked.append(side_by_side)
+
+        def run(self):
+            raise UsageError("nothing is measured here")
+
+    monkeypatch.setattr(bench, "BenchRun", Run)
+    monkeypatch.setattr(bench, "raise_priority", lambda: None)  # would outlive the test
+    words = ["--a=embedded:", "--sessions=A/A", f"--out={tmp_path / 'bench.jsonl'}"]
+    for more in ((), ("--side-by-side=1",), ("--side-by-side=99",)):
+        assert bench.main([*words, *more]) == 2
+    told = "--side-by-side is how many servers run at a time, few or many, of a pair usually 12"
+    assert asked == [12, 1, 99], f"{told}: {asked}"
+
+
+def test_a_run_goes_on_where_every_session_is_as_begun(tmp_path, monkeypatch):
+    compared = []
+    monkeypatch.setattr(bench.plan, "check_resumed", lambda plans, _: compared.extend(plans))
+    out = tmp_path / "bench.jsonl"
+    for line in synthetic_bench.run_lines({}):
+        append(out, line)
+    words = ["--a=embedded:", "--b=embedded:", f"--out={out}", "--resume"]
+    options = bench.parser().parse_args(words)
+    bench.begun(options, bench.setup(options))
+    told = "a plan is compared in every session of the file, not in one"
+    assert {session.role for session in compared} == {*Role}, told
 
 
 def test_a_dry_run_shows_sessions_and_leaves_nothing(tmp_path, capsys):

@@ -302,6 +302,19 @@ def test_smaller_is_better_is_the_cost_of_b_over_a(moved: BenchReport) -> None:
     assert entries[f"{BS1}/tpot @ cpu"]["range"] == "± ∞"  # five blocks bound nothing
 
 
+@pytest.mark.parametrize(("low", "high"), [(0.9, 1.02), (0.98, 1.1)])
+def test_a_range_reaches_the_farther_end_of_its_interval(
+    moved: BenchReport, low: float, high: float
+) -> None:
+    row = moved.judged[0]
+    evidence = replace(row.evidence, ratio=1.0, low=low, high=high)
+    [entry] = json.loads(
+        exports.smaller_is_better([replace(row, finding=replace(row.finding, evidence=evidence))])
+    )
+    told = f"an interval of {low} to {high} around 1 is no wider than ± 0.1, and no narrower"
+    assert entry["range"] == "± 0.1000", told
+
+
 def test_pytorch_records_have_the_number_of_every_trial(moved: BenchReport) -> None:
     records = json.loads(pytorch_benchmark.document(moved.cases))
     named = {

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from fixtures.fakes.synthetic_bench import session
 from fixtures.tables.margins import REAL_SIZE_ROWS
 from harness.bench.jsonl import append
 from harness.bench.recorded_launches import recorded_launches
-from harness.bench.resolution import Asked, block_effects, draw_launches, shares_found
+from harness.bench.resolution import Asked, ShareFound, block_effects, draw_launches, shares_found
 from harness.bench.session_records import ArmFacts, CasePlan, Role, Trial, Workload
 from harness.bench.stats.design import Design, draw_order
 from harness.bench.stats.validity import Conditions
@@ -303,6 +304,16 @@ def test_a_longer_design_than_was_recorded_and_an_unknown_arm_are_refused(tmp_pa
     assert "accepted: one of at most 4 trials a launch" in capsys.readouterr().err
     assert resolution.main([str(path), "--arm", "b"]) == 2
     assert "arm = 'b' is not accepted; accepted: arm" in capsys.readouterr().err
+
+
+def test_a_workload_is_told_with_its_own_launches():
+    cases = [SimpleNamespace(workload=workload.id) for workload in WORKLOADS]
+    recorded = SimpleNamespace(cases=cases, launches=(48, 46).__getitem__)
+    numbers = {"effect": 0.0, "share": 0.0, "low": 0.0, "high": 0.1, "blocks": 9.0, "minutes": 7.0}
+    found = [ShareFound(workload=name, **numbers) for name in ("two", "one")]
+    workloads, launches, *_ = (list(c.cells) for c in resolution.table(recorded, found).columns)
+    told = "one has 48 launches and two, of which some were dropped, 46"
+    assert (workloads, launches) == (["two", "one"], ["46", "48"]), told
 
 
 def test_the_command_tells_what_it_stands_on_and_repeats_itself(tmp_path, capsys):

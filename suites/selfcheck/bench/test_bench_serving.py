@@ -172,11 +172,13 @@ def test_a_dry_run_says_what_it_does_not_know(capsys):
 
 def test_one_interpreter_loads_both_arms():
     def asked(a, b):
-        words = ["--bench-serving=", f"--a=url:http://h:1{a}", f"--b=embedded:{b}"]
+        words = ["--bench-serving=", f"--a={a}", f"--b=embedded:{b}"]
         return bench.trials(bench.setup(bench.parser().parse_args(words))).bench_serving.python
 
-    assert asked("", "python=old/python") == "old/python"
-    assert asked("", "") == sys.executable
+    assert asked("url:http://h:1", "python=old/python") == "old/python"
+    both = asked("embedded:python=new/python", "python=old/python")
+    assert both == "new/python", f"where both arms name an interpreter, A's loads both: {both}"
+    assert asked("url:http://h:1", "") == sys.executable
 
 
 class Server:

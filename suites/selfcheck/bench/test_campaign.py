@@ -154,6 +154,19 @@ def test_a_row_that_cannot_be_measured_is_told_with_its_last_line(
     assert capsys.readouterr().err == "specgate campaign: phases: said 3\n"
 
 
+def test_a_row_whose_command_was_killed_is_told_and_the_others_are_measured(
+    recorder, tmp_path, monkeypatch, capsys
+):
+    script = recorder.parent / "python"
+    killed = "os.kill(os.getpid(), 9 if 'phases' in sys.argv[-4] else 0)"
+    script.write_text(script.read_text().replace("time.sleep(0.2)", killed))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    words = ["phases", "mha-fa3", "--out", str(tmp_path / "records"), "--seconds", "900"]
+    assert campaign.main(words) == 2, "a row whose command was killed was not measured"
+    assert capsys.readouterr().err == "specgate campaign: phases: its command ended with -9\n"
+    assert len([*recorder.iterdir()]) == 2, ONCE
+
+
 def test_a_row_whose_verdict_is_red_was_measured(recorder, tmp_path, monkeypatch, capsys):
     script = recorder.parent / "python"
     script.write_text(script.read_text().replace("sys.exit(2 if", "sys.exit(1 if"))
@@ -278,6 +291,17 @@ def test_steps_of_other_arms_are_not_pooled(tmp_path, capsys, lines):
         packed(tmp_path, "phases.other", [plan | changed, *lines[1:]])
         assert campaign.main(["--show", "phases", "--out", str(tmp_path)]) == 2
         assert "arms of phases = " in capsys.readouterr().err
+
+
+def test_records_that_lie_there_packed_too_are_one_hosts(tmp_path, lines):
+    for name in ("phases", "phases.h1", "phases.h2"):
+        packed(tmp_path, name, lines)
+        text = gzip.decompress((tmp_path / f"{name}.jsonl.gz").read_bytes())
+        (tmp_path / f"{name}.jsonl").write_bytes(text)
+    found = campaign.recorded(COMPARISONS["phases"], tmp_path)
+    told = "a host counts once, packed, whose records lie there as they were, too"
+    each = [f"phases{host}.jsonl.gz" for host in ("", ".h1", ".h2")]
+    assert [path.name for path in found] == each, told
 
 
 def test_nothing_is_pooled_where_no_block_is_valid(tmp_path, lines):

@@ -122,6 +122,13 @@ def test_answers_to_one_prompt_are_drawn_together() -> None:
     assert share(once * 4) == share(once)
 
 
+def test_an_interval_leaves_out_a_fortieth_on_either_side() -> None:
+    # All three draws are the slow prompt in 1 of 27, which is more than a fortieth.
+    found = [text(0, 2), text(1, 2), text(2, 4)]
+    told = "half the accept length comes up in 3.7 % of the draws, so that 95 % reach down to it"
+    assert share(found) == (0.75, 0.5, 1.0), told
+
+
 class Unreachable:
     """A server that starts, ends or hangs, and answers nothing."""
 
@@ -225,6 +232,17 @@ def test_the_command_ends_with_1_below_the_oracle(
     said = capsys.readouterr()
     assert ("prompt 1: tokens: item 0 is" in said.err) is bool(code)
     assert " | 6 | " in said.err
+
+
+@pytest.mark.parametrize("backends", [("specgate_mha", "triton"), ("triton", "specgate_mha")])
+def test_one_arm_that_is_not_good_ends_the_command_with_1(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backends: tuple[str, str]
+) -> None:
+    monkeypatch.setattr(accept_lengths, "ask", lambda *_: Outcome(ended="no such GPU"))
+    monkeypatch.setattr(accept_lengths, "as_completed", list)  # one after another, as given
+    arms = [parse(f"sglang:pair=gqa,backend={name}") for name in backends]
+    told = f"our backend must start where sglang's need not, and whichever of {backends} comes last"
+    assert accept_lengths.compare(arms, tmp_path, 24, Load(), 1, may_end=True) == 1, told
 
 
 def test_prompts_after_the_shipped_ones_are_slices_of_held_out_text() -> None:

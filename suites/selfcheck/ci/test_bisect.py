@@ -248,6 +248,26 @@ def test_an_end_whose_run_broke_off_is_no_answer(
     assert line.startswith("specgate bisect: a run at an end of the search broke off: ")
 
 
+def test_what_a_changed_checkout_said_is_known_until_the_search_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OneAtATime:
+        def run(self, folder: Path, args: Sequence[str], /) -> int:
+            case = args[-1].strip("()")
+            folder.mkdir(exist_ok=True)
+            (folder / "records.jsonl").unlink(missing_ok=True)
+            write_records(folder / "records.jsonl", [record(case, "3", is_bad=True, planned=1)])
+            return 1
+
+    monkeypatch.setattr(bisect, "environment", lambda: replace(CLEAN, dirty=True))
+    steps = bisect.DifferentialSteps([OneAtATime], tmp_path, "", [])
+    names = [f"trtllm_mha/xqa {case} eager" for case in list(PLANTED)[:2]]
+    for name in names:
+        assert steps.ask(0, frozenset({name})) == {name: True}
+    told = "a candidate that is asked of other trials still knows the cause of the first ones"
+    assert list(steps.records[0]) == names, told
+
+
 def test_records_of_a_few_do_not_stand_for_the_plan_of_all() -> None:
     cut_short = record("mha-decode-bs1_short", "0.5.12", is_bad=False, planned=3)
     named = record("mha-decode-bs2_ragged", "0.5.12", is_bad=False, planned=1)

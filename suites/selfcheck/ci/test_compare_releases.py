@@ -116,6 +116,14 @@ def test_one_cause_is_told_once_with_its_command() -> None:
     ]
 
 
+def test_of_many_causes_the_first_twelve_are_told_each_with_its_command() -> None:
+    found = [Change(PASSED, replace(RED, message=f"cause {i}: off")) for i in range(13)]
+    causes = [line for line in listed(found) if line.startswith("  cause: ")]
+    told = "twelve changes of three lines are listed, not twelve lines"
+    assert causes == [f"  cause: cause {i}: off" for i in range(12)], told
+    assert len(listed(found)) == 36, told
+
+
 def test_what_is_better_is_told_by_what_was_red() -> None:
     was = replace(RED, subject=PASSED.subject, reproduce="run it there")
     lines = listed([Change(was, NEWER)])

@@ -79,6 +79,11 @@ INCOMPLETE: list[tuple[str, list[Record], str]] = [
         f"{CONTRADICT}: one trtllm_mha/reference decode eager cpu: verdict passed, refused",
     ),
     (
+        "other-verdict-before-two-retries",
+        [trial("one", Verdict.REFUSED, message="head_dim"), trial("one"), trial("one")],
+        f"{CONTRADICT}: one trtllm_mha/reference decode eager cpu: verdict passed, refused",
+    ),
+    (
         "two-tests-of-one-trial",
         [trial("one", test="a.py::test_a"), trial("one", test="a.py::test_b")],
         f"{CONTRADICT}: one trtllm_mha/reference decode eager cpu: test a.py::test_a, a.py::test_b",
@@ -188,6 +193,12 @@ def test_kinds_that_must_be_there_are_asked_for(
     assert "gate: no records of sm100\n" in capsys.readouterr().out
 
 
+def test_a_kind_that_refused_every_trial_is_there() -> None:
+    refused = trial("one", Verdict.REFUSED, message="head_dim", device="cuda:0", kind="sm100")
+    told = "records of sm100, which refused all of its plan, are records of sm100"
+    assert gate.problems([refused], ["sm100"]) == [], told
+
+
 def test_a_kind_is_asked_for_by_its_whole_name() -> None:
     told = "sm10 is asked for, and records of sm100 are none of it"
     found = gate.problems([trial("one", device="cuda:0", kind="sm100")], ["sm10"])
@@ -201,6 +212,12 @@ def test_error_at_the_allowance_passes() -> None:
 COMMANDS = [
     ("green", PAIR, 0, "gate: green, 0 problems, planned 2 = run 2 + refused 0 + waived 0"),
     ("red", PAIR[:1], 1, "gate: red, 1 problems, planned 2 != run 1 + refused 0 + waived 0"),
+    (
+        "retried",
+        [*PAIR, PAIR[0]],
+        0,
+        "gate: green, 0 problems, planned 2 = run 2 + refused 0 + waived 0",
+    ),
     ("empty", [], 1, "gate: red, 1 problems, planned 0 = run 0 + refused 0 + waived 0"),
 ]
 

@@ -82,6 +82,20 @@ def test_a_gpu_that_no_row_is_for_is_refused(text: str) -> None:
         machine.detect(CONFIG, text)
 
 
+@pytest.mark.parametrize(
+    ("listed", "visible"),
+    [("10", [10]), ("2, 0", [0, 2]), ("GPU-n4", [4]), ("", []), (" ,", [])],
+)
+def test_a_night_is_on_the_gpus_that_are_visible(
+    monkeypatch: pytest.MonkeyPatch, listed: str, visible: list[int]
+) -> None:
+    monkeypatch.setattr(machine, "pynvml", Driver(*((f"n{n}", (9, 0)) for n in range(11))))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    names = [name for name, _ in machine.installed_gpus()]
+    told = "of eleven GPUs those are visible whose whole index, or whose UUID, is listed"
+    assert names == [f"n{n}" for n in visible], f"{told}: CUDA_VISIBLE_DEVICES={listed!r}: {names}"
+
+
 def test_gpus_of_unlike_compute_capabilities_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="one compute capability"):
         with_gpus(monkeypatch, ("NVIDIA X", (10, 0)), ("NVIDIA X", (9, 0)))

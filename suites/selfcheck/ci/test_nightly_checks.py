@@ -108,3 +108,22 @@ def test_disk_is_that_of_a_folder_to_be_made(tmp_path: Path) -> None:
     assert checks.disk(deep, 0.0).holds is True
     assert checks.disk(deep, 1e9).holds is False
     assert not deep.parent.exists()
+
+
+def test_packages_are_held_to_the_pins_of_the_stack_that_is_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stacks: list[str] = []
+
+    def packages(_: object, stack: str) -> NightlyCheck:
+        stacks.append(stack)
+        return NightlyCheck("packages", True, "as pinned")
+
+    made = NightlyCheck("made elsewhere", True, "")
+    monkeypatch.setattr(checks, "packages", packages)
+    monkeypatch.setattr(checks, "signatures", lambda: made)
+    monkeypatch.setattr(checks, "benchmark", lambda argv: made)
+    for extras in (("test", "gpu"), ("test",)):
+        checks.checks(extras, tmp_path, 0.0, ())
+    told = "with the extra gpu packages are held to constraints-gpu.txt, without it to -cpu"
+    assert stacks == ["gpu", "cpu"], f"{told}: {stacks}"

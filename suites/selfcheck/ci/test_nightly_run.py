@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -88,6 +89,8 @@ def test_dry_run_shows_the_plan_and_starts_nothing(
     assert command.main([*asked, "--", "--seconds", "77"]) == 0
     text = capsys.readouterr().out
     assert "planned for Blackwell 10.0: runs trtllm_gen" in text
+    told = "of four trials of mla/gen one is to run, and three are refused, most for their dtype"
+    assert re.search(r"mla/gen\W+1\W+3\W+dtype", text), f"{told}: {text}"
     assert "sglang==0.5.13" in text
     [bench] = [
         line for line in text.splitlines() if line.startswith(f"stage {len(STAGES)}, bench: ")
@@ -190,6 +193,7 @@ def test_the_trials_of_a_night_are_counted() -> None:
         pytest.param((10, 0), [], 0, {}, 2, 0, id="green"),
         pytest.param((10, 0), ["--attention-backend", "x"], 0, {}, 2, 0, id="other backend"),
         pytest.param((10, 0), [], 1, {}, 2, 1, id="a stage failed"),
+        pytest.param((10, 0), [], -9, {}, 2, 1, id="a stage was killed"),
         pytest.param((10, 0), [], 0, {"tpot": 0.05}, 2, 1, id="regressed"),
         pytest.param((9, 0), [], 0, {}, 3, 0, id="hopper"),
         pytest.param((10, 0), [], 0, None, 2, 1, id="no benchmark"),
@@ -223,7 +227,7 @@ def test_a_night_is_green_only_with_its_stages_and_its_benchmark(
     history = tmp_path / "history.jsonl"
     asked = ["--report", str(tmp_path), "--history", str(history), "--unpinned"]
     ended = command.main([*asked, *words])
-    rule = "a night ends with 1 if a stage or benchmark failed or a case regressed, else with 0"
+    rule = "a night ends with 1 if a stage failed or was killed, or a case regressed, else with 0"
     assert ended == exits, f"{rule}: {exits}, not {ended}"
     text = (tmp_path / "summary").read_text()
     said = "a night's summary comes after what the job's other steps told GitHub"

@@ -97,6 +97,30 @@ def test_a_lane_takes_its_tables_along(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert asked == [nightly | spec["cluster"]]
 
 
+def test_a_release_that_serves_gets_its_own_wheels_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spec = bundle.specification()
+    laid: list[tuple[str, str]] = []
+
+    def download(packages: dict[str, str], _: object, folder: Path) -> list[Path]:
+        folder.mkdir(exist_ok=True)
+        (folder / f"sglang-{packages['sglang']}.whl").touch()
+        return sorted(folder.glob("*.whl"))
+
+    def unpack(wheel: Path, site: Path, _: object) -> None:
+        laid.append((wheel.stem, site.name))
+
+    monkeypatch.setattr(bundle, "download", download)
+    monkeypatch.setattr(bundle, "unpack_wheel", unpack)
+    monkeypatch.setattr(bundle, "strip", lambda site, *_: site.mkdir())
+    monkeypatch.setattr(bundle, "fetch_release", lambda *_: None)
+    bundle.build(tmp_path, 1 << 20, ["nightly"])
+    [(release, wanted)] = spec["releases"].items()
+    own = [(f"sglang-{spec['sglang']['sglang']}", "site"), (f"sglang-{wanted['sglang']}", release)]
+    assert laid == own, f"a wheel lies where its own release is imported, nowhere else: {laid}"
+
+
 @pytest.mark.parametrize(("text", "count"), [("1K", 1024), ("38M", 38 << 20), ("2G", 2 << 30)])
 def test_size_is_read(text: str, count: int) -> None:
     assert cli.size(text) == count

@@ -258,6 +258,25 @@ def test_a_trial_that_is_red_on_its_only_gpu_is_verified_by_no_kind() -> None:
     assert told == Counter({f"{Verdict.WRONG_NUMBERS} on sm90": 1}), f"{said}: {told}"
 
 
+def test_why_no_kind_verified_a_trial_is_what_a_gpu_said_of_it() -> None:
+    there = trial("one", Verdict.REFUSED, subject="trtllm_mha/trtllm_gen", message="SM100", **GPU)
+    on_cpu = trial("one", subject="trtllm_mha/trtllm_gen", kind="cpu", planned=3)
+    told = "a stand-in passed on the CPU, whose record comes first, and a GPU refused: that is why"
+    found = summary.unverified([on_cpu, there])
+    assert found == {"trtllm_mha/trtllm_gen": Counter({"SM100": 1})}, f"{told}: {found}"
+
+
+def test_every_trial_that_no_kind_verified_is_counted() -> None:
+    gen = {"subject": "trtllm_mha/trtllm_gen", **GPU}
+    causes = ("needs SM100", "head_dim", "needs SM100")
+    refused = [trial(str(n), Verdict.REFUSED, message=m, **gen) for n, m in enumerate(causes)]
+    console = Console(width=80, file=StringIO())
+    report.show(refused, console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    told = "of three trials that no kind verified all are counted, beside the usual of two reasons"
+    assert "verified by no kind: trtllm_mha/trtllm_gen: 3 trials, needs SM100\n" in shown, told
+
+
 def test_a_mixed_run_has_a_column_per_kind() -> None:
     page = report.page(MIXED)
     kinds = page.partition('id="kinds-title"')[2].partition("</table>")[0]
@@ -347,6 +366,18 @@ def test_command_prints_a_line_a_subject_and_writes_the_page(
     assert re.findall(r"[\d.–]+", line.partition("cpu")[2]) == ["5", "1", "2", "4.00", "–"]
     assert "planned 8 = run 5 + refused 2 + waived 1; 3.0 differential cases/s" in shown
     assert page.read_text(encoding="utf-8") == report.page(RECORDS)
+
+
+def test_what_compared_no_number_has_no_worst_error() -> None:
+    texts = trial("gqa/p1", subject="engine/texts", mode="generate", accept_lengths=(3, 1))
+    console = Console(width=80, file=StringIO())
+    report.show([*RECORDS, texts], console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    [line] = [line for line in shown.splitlines() if line.startswith("engine/texts")]
+    told = (
+        "a trial that ran and compared tokens alone has no worst error, which is not an error of 0"
+    )
+    assert line.split("cpu")[1].split() == ["1", "0", "0", "–", "–"], f"{told}: {line}"
 
 
 def test_table_is_cut_nowhere_at_80_columns() -> None:

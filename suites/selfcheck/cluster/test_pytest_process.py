@@ -226,3 +226,14 @@ def test_a_batch_began_when_its_first_test_did() -> None:
     made.take({"began": "a", "at": 5.0})
     made.take({"began": "b", "at": 7.0})
     assert (made.began, made.left) == (5.0, ())
+
+
+def test_a_process_that_ends_between_two_tests_was_ended_by_the_next() -> None:
+    made = Run(["a", "b", "c"])
+    facts = {"outcome": "passed", "message": "", "seconds": 0.1, "record": "of a"}
+    for said in ({"began": "a", "at": 5.0}, {"blank": "of a"}, {"ended": "a", **facts}):
+        made.take(said)
+    made.ends_by("its process ended by SIGKILL")
+    told = "a has ended: b is next, which ended the process, and c is left"
+    assert (made.killer, made.left) == ("b", ("c",)), told
+    assert made.blank == "", "the blank record of a, which has ended, is none of b's"

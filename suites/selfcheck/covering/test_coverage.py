@@ -94,12 +94,25 @@ def test_a_look_up_counts_what_ran_there_on_our_backends(
     assert code == ("not run" in told)
 
 
+@pytest.mark.parametrize(("machine", "ran_there"), [("sm90", EDGE), ("sm100", ROW), ("cpu", "")])
+def test_a_gpu_of_another_kind_ran_nothing_for_this_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], machine: str, ran_there: str
+) -> None:
+    path = tmp_path / "records.jsonl"
+    of_each = [ran(EDGE, device="cuda:0", kind="sm90"), ran(ROW, device="cuda:1", kind="sm100")]
+    write_records(path, of_each)
+    for name, width in ((EDGE, 8), (ROW, 16)):
+        code = main([str(path), "--machine", machine, f"width={width}"])
+        told = f"{name} ran on its own kind alone, which is asked for {machine}"
+        assert code == int(name != ran_there), f"{told}: {capsys.readouterr().out}"
+
+
 def test_pairs_are_counted_as_run_missed_or_not_feasible(
     path: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Two rows of 18 values share all but page, width, batch, length and padding: 153 + 153 pairs,
     # less the 78 of the other thirteen.
-    values = [row for _, row in trials_of(RECORDS, on_gpu=False)]
+    values = [row for _, row in trials_of(RECORDS, CPU)]
     shared = values[0].items() & values[-1].items()
     assert len(values) == 3
     assert len(shared) == 13
@@ -114,7 +127,7 @@ def test_pairs_are_counted_as_run_missed_or_not_feasible(
 def test_rows_of_the_array_cover_all_pairs_and_less_one_of_them_do_not() -> None:
     kept = load(CPU, 2)
     records = [_record(row) for row in kept]
-    rows = [values for _, values in trials_of(records, on_gpu=False)]
+    rows = [values for _, values in trials_of(records, CPU)]
     assert count(Feasibility(CPU), rows, 2).missed == ()
     left_out = count(Feasibility(CPU), rows[1:], 2).missed
     assert left_out

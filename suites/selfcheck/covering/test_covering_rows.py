@@ -144,6 +144,17 @@ def test_what_is_generated_is_written_and_read_back(
     arrays.load.cache_clear()
 
 
+def test_only_the_arrays_that_are_named_are_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrays, "FOLDER", tmp_path)
+    monkeypatch.setattr(generate, "FOLDER", tmp_path)
+    monkeypatch.setattr(generate, "rows", lambda *_: [])
+    assert generate.main(["--machine", "sm90", "--strength", "3"]) == 0
+    written = [path.name for path in tmp_path.iterdir()]
+    assert written == ["sm90-3.txt"], f"--machine sm90 --strength 3 names one array: {written}"
+
+
 def test_lengths_are_ragged_around_the_edges_of_pages() -> None:
     for row in load(CPU, 2):
         case = case_of(row)

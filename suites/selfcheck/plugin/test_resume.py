@@ -204,6 +204,21 @@ def test_records_of_another_tree_or_machine_are_refused(
     assert path.read_bytes() == before
 
 
+def test_records_of_another_kinds_plan_are_refused(project: pytest.Pytester) -> None:
+    names = [f"fixtures.pytest_plugin.{name}" for name in ("kinds", "resume", "shards", "records")]
+    project.makeconftest(f"pytest_plugins = {names}")
+    (project.path / "mended").touch()
+    project.runpytest_inprocess(*ARGS, "--kind", "sm90")
+    before = (project.path / "out" / "records.jsonl").read_bytes()
+    result = project.runpytest_inprocess(*ARGS, "--kind", "sm100", "--resume")
+    told = "what was run of sm90's plan ends no run of sm100's"
+    assert result.ret == pytest.ExitCode.USAGE_ERROR, told
+    [line] = filter(None, result.errlines)
+    assert "--resume: kind = 'sm90' is not accepted; accepted: sm100" in line
+    assert (project.path / "out" / "records.jsonl").read_bytes() == before
+    assert project.runpytest_inprocess(*ARGS, "--kind", "sm90", "--resume").ret == 0
+
+
 def test_without_records_it_is_refused(project: pytest.Pytester) -> None:
     result = project.runpytest_inprocess(*ARGS, "--resume")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
