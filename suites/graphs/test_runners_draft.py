@@ -17,7 +17,7 @@ from fixtures.toys.toy_graph import (
     toy_pools,
 )
 from harness.errors import ContractError, UsageError
-from harness.graphs.draft_runner import DraftRunner
+from harness.graphs.draft_runner import DraftRunner, draft_input
 from harness.graphs.tape import Tape
 from harness.upstream.forward_batch_info import DraftOutput, ForwardBatch
 
@@ -97,6 +97,13 @@ def test_a_draft_counts_one_token_per_step() -> None:
     assert runner.attn_backend.log[0] == "state 4 12"
     with pytest.raises(UsageError, match="num_tokens_per_req = 1"):
         drafter(num_tokens_per_req=1)
+
+
+def test_a_captured_draft_is_told_the_steps_of_its_round() -> None:
+    plans = drafter().attn_backend.plans
+    told = {draft_input(batch).num_steps for batch in plans}
+    rule = "num_steps of a captured draft counts the round's steps, one more than its forwards"
+    assert told == {STEPS}, f"{rule}: {told}"
 
 
 def test_another_draft_than_captured_is_refused() -> None:

@@ -134,6 +134,15 @@ def test_a_mask_is_copied_into_the_backends_buffer_and_padded_with_true() -> Non
     assert buffer.tolist() == [True, False, False, True, False, True] + [True] * 9
 
 
+def test_a_plain_decode_leaves_the_verify_mask_of_its_backend_alone() -> None:
+    runner = make(mask_size=15, mode=ForwardMode.DECODE, num_tokens_per_req=1)
+    mask = runner.attn_backend.verify_mask
+    assert mask is not None
+    rule = "a decode adopts no verify mask: its capture would write over what verify graphs read"
+    assert "custom_mask" not in runner.buffers, rule
+    assert not mask.buffer.any(), rule
+
+
 def test_a_mask_written_in_place_is_left_as_it_is() -> None:
     runner = make(mask_size=15)
     buffer = runner.buffers["custom_mask"]

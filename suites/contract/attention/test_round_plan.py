@@ -55,6 +55,9 @@ def test_one_table_serves_the_round(steps: int, drafts: int, family: str) -> Non
             num_table_keys = max(steps - 1, drafts) - (drafts if is_extend else 0)
             rule = EXTEND_HELD if is_extend else HELD
             assert part.geometry.table_offset == num_table_keys, rule
+        # The Triton fill takes the table's extent from the last of the phases that it is handed.
+        handed = trio.plan.verify(len(seq_lens)).geometry.table_offset
+        assert handed == max(steps - 1, drafts), f"{HELD}: filled for {handed}"
         for row, length, request in zip(table.tolist(), seq_lens, (1, 3), strict=False):
             held = slots(request, 0, length + max(steps - 1, drafts))[::4] // 4
             assert row == held.tolist() + [0] * (len(row) - len(held))

@@ -104,6 +104,21 @@ def test_a_mask_rules_among_the_new_keys_alone(call: dict[str, Any]) -> None:
     torch.testing.assert_close(out[:1].double(), first, rtol=1e-5, atol=1e-5)
 
 
+def test_a_window_leaves_out_what_the_mask_does(call: dict[str, Any]) -> None:
+    rows = [torch.ones(queries, n + queries) for n, queries in zip(PREFIXES, QUERIES, strict=True)]
+    rows[0][2, 6] = 0  # the new key in front of the last query's own
+    starts = torch.tensor([0, *torch.tensor([len(r.flatten()) for r in rows]).cumsum(0).tolist()])
+    masked = {"mask": torch.cat([r.flatten() for r in rows]), "mask_indptr": starts}
+    out, _ = extend_attention(**call | masked | {"window_left": 3})
+    q, keys, values = request(call, 0)
+    kept = [4, 5, 7]  # the window is 4 … 7
+    wanted = attend(q[2:], keys[kept], values[kept], prefix_len=2, scale=SCALE)
+    rule = "a query sees the keys that both its window and its mask hold"
+    torch.testing.assert_close(
+        out[2:3].double(), wanted, rtol=1e-5, atol=1e-5, msg=lambda found: f"{rule}: {found}"
+    )
+
+
 def test_a_mask_of_keys_before_the_cached_ones_is_cut_where_these_begin(
     call: dict[str, Any],
 ) -> None:

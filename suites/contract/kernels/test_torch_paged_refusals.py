@@ -230,6 +230,11 @@ MLA_ROWS: tuple[tuple[Capability, Change, str], ...] = (
     (FLASH_MLA, given(q=torch.zeros(4, 129, 576).bfloat16()), r"group_size = 129"),
     (FLASH_MLA, given(seq_lens=int32(70, 0)), r"at least the queries"),
     (FLASH_MLA, given(kv_lora_rank=256), r"kv_lora_rank, .* = \(256, 320\) .* \[\(512, 64\)\]"),
+    (
+        FLASH_MLA,
+        given(q=torch.zeros(4, 8, 544).bfloat16(), caches=(torch.zeros(6, 64, 544).bfloat16(),)),
+        r"kv_lora_rank, .* = \(512, 32\) .* \[\(512, 64\)\]",
+    ),
     (REFERENCE, given(window_left=8), r"window_left = 8 .* -1 for MLA"),
     (REFERENCE, given(sinks=SINKS), r"sinks = 'a tensor' .* None for MLA"),
     (REFERENCE, given(kv_lora_rank=577), r"kv_lora_rank = 577 .* 1 … 576"),

@@ -65,9 +65,10 @@ def test_full_slots_translate_to_swa_slots_of_another_page(dtype: torch.dtype) -
 
 
 def test_a_fresh_hybrid_pool_maps_everything_to_padding() -> None:
-    fresh = hybrid(mha_pool())
+    fresh = hybrid(mha_pool(num_pages=6))
     mapping = fresh.full_to_swa_index_mapping
-    assert (mapping.dtype, mapping.shape) == (torch.int64, (18 * PAGE,))
+    rule = "every full slot has an entry, however few slots the SWA pool has"
+    assert (mapping.dtype, mapping.shape) == (torch.int64, (18 * PAGE,)), rule
     assert not mapping.any()
 
 
