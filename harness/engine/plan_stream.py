@@ -9,9 +9,10 @@ does happen, and every access is recorded for ``hazards``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -74,6 +75,16 @@ class PlanStream(Protocol):
         ...
 
 
+@contextmanager
+def _emptied_on_failure(pending: list[Any]) -> Iterator[None]:
+    """Work that raises ends its round, whose deferred operations run in no later one."""
+    try:
+        yield
+    except BaseException:
+        pending.clear()
+        raise
+
+
 class SameStream:
     """No overlap: planning is part of the main queue and runs where it is waited for."""
 
@@ -90,12 +101,8 @@ class SameStream:
         reads_ended: bool = False,
     ) -> T:
         """Run now."""
-        try:
+        with _emptied_on_failure(self._pending):
             return work()
-        except BaseException:
-            # It ends its round, whose deferred operations run in no later one.
-            self._pending.clear()
-            raise
 
     def plan(
         self, name: str, work: Callable[[], None], *, reads: Names = (), writes: Names = ()
@@ -187,12 +194,8 @@ class RecordedStreams(OperationLog):
     ) -> T:
         """Run now, before what the plan queue has deferred."""
         self.enter(Queue.MAIN, name, reads, writes, reads_ended=reads_ended)
-        try:
+        with _emptied_on_failure(self._pending):
             return self._run(len(self.issued) - 1, work)
-        except BaseException:
-            # It ends its round, whose deferred operations run in no later one.
-            self._pending.clear()
-            raise
 
     def plan(
         self, name: str, work: Callable[[], None], *, reads: Names = (), writes: Names = ()

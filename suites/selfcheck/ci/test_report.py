@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -57,6 +58,13 @@ def payload(page: str) -> list[dict[str, object]]:
     assert found
     rows: list[dict[str, object]] = json.loads(found[1])
     return rows
+
+
+def shown_at_80_columns(records: Sequence[Record]) -> str:
+    """What a terminal of 80 columns is shown."""
+    printed = StringIO()
+    report.show(records, Console(width=80, file=printed))
+    return printed.getvalue()
 
 
 def test_matrix_groups_by_subject_place_mode_and_execution() -> None:
@@ -270,9 +278,7 @@ def test_every_trial_that_no_kind_verified_is_counted() -> None:
     gen = {"subject": "trtllm_mha/trtllm_gen", **GPU}
     causes = ("needs SM100", "head_dim", "needs SM100")
     refused = [trial(str(n), Verdict.REFUSED, message=m, **gen) for n, m in enumerate(causes)]
-    console = Console(width=80, file=StringIO())
-    report.show(refused, console)
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    shown = shown_at_80_columns(refused)
     told = "of three trials that no kind verified all are counted, beside the usual of two reasons"
     assert "verified by no kind: trtllm_mha/trtllm_gen: 3 trials, needs SM100\n" in shown, told
 
@@ -288,9 +294,7 @@ def test_a_mixed_run_has_a_column_per_kind() -> None:
 
 
 def test_the_table_of_a_mixed_run_tells_each_kind_and_what_none_verified() -> None:
-    console = Console(width=80, file=StringIO())
-    report.show(MIXED, console)
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    shown = shown_at_80_columns(MIXED)
     assert "sm90: planned 2 = run 1 + refused 1 + waived 0\n" in shown
     assert "cpu: planned 3 = run 3 + refused 0 + waived 0\n" in shown
     assert "verified by no kind: trtllm_mha/trtllm_gen: 1 trials, needs SM100\n" in shown
@@ -370,9 +374,7 @@ def test_command_prints_a_line_a_subject_and_writes_the_page(
 
 def test_what_compared_no_number_has_no_worst_error() -> None:
     texts = trial("gqa/p1", subject="engine/texts", mode="generate", accept_lengths=(3, 1))
-    console = Console(width=80, file=StringIO())
-    report.show([*RECORDS, texts], console)
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    shown = shown_at_80_columns([*RECORDS, texts])
     [line] = [line for line in shown.splitlines() if line.startswith("engine/texts")]
     told = (
         "a trial that ran and compared tokens alone has no worst error, which is not an error of 0"
@@ -384,9 +386,7 @@ def test_table_is_cut_nowhere_at_80_columns() -> None:
     longest = {"subject": "trtllm_mla-host_lengths/trtllm_gen", "device": "cuda:0", "kind": "sm100"}
     numbers = {"quantities": compared(0.1), **longest}
     many = [trial(str(n), execution=e, **numbers) for n in range(1000) for e in ("eager", "graph")]
-    console = Console(width=80, file=StringIO())
-    report.show(many, console)
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    shown = shown_at_80_columns(many)
     assert "…" not in shown
     assert re.search(r"trtllm_gen @ sm100 +2000 +0 +0 +0\.20 +0\.20", shown)
 
