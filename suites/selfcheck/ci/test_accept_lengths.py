@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fixtures import accept_lengths
 from fixtures.accept_lengths import (
+    Answered,
     Judged,
     Load,
     Outcome,
@@ -61,14 +67,14 @@ def test_a_token_is_the_oracles_or_ties_with_it_or_is_wrong(
     )
     said = f"prompt 7: tokens: {wrong}, a tie by 0.045 at most" if wrong else ""
     counts = TokenCounts(judged=3, tied=ties)
-    assert judged(7, ((10, 5, 9), 3), due) == Judged(7, counts, 3, 2, said)
+    assert judged(7, Answered((10, 5, 9), 3), due) == Judged(7, counts, 3, 2, said)
 
 
 def test_a_token_without_judgement_is_counted() -> None:
     due = FollowedText(
         shortfalls=(0, 0), best_ids=(10, 5), accept_lengths=(1,), step_shortfalls=(0,)
     )
-    found = judged(7, ((10, 5, 9), 3), due)
+    found = judged(7, Answered((10, 5, 9), 3), due)
     assert found.tokens == TokenCounts(judged=2, unjudged=1)
     assert found.wrong.startswith("prompt 7: tokens: 2 judged, 0 tied, 1 unjudged of 3")
 
@@ -94,7 +100,12 @@ def test_a_token_without_judgement_is_counted() -> None:
         ),
         (
             [text(0, 1), text(1, 2, wrong="token 5 of prompt 1")],
-            ["2", "10 judged, 0 tied, 0 unjudged; 1 wrong: token 5 of prompt 1", "2.667", "2.000"],
+            [
+                "2",
+                "10 judged, 0 tied, 0 unjudged; 1 of 2 texts wrong: token 5 of prompt 1",
+                "2.667",
+                "2.000",
+            ],
             False,
         ),
     ],
@@ -176,6 +187,31 @@ def test_a_server_that_ends_says_why_and_one_that_hangs_or_fails_to_answer_is_re
     assert [server.stopped for server in started] == [True]
 
 
+class Slow:
+    """A client of a server that takes a while for a request, longer for a longer one."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        pass
+
+    def generate(self, text: Sequence[int], tokens: int) -> Any:
+        time.sleep(len(text) / 1000)
+        return SimpleNamespace(output_ids=(len(text),) * tokens, spec_verify_ct=len(text))
+
+
+def test_an_answer_has_its_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    server = Unreachable(tmp_path / "0.log", "", alive=True)
+    monkeypatch.setattr(Arm, "start", lambda *_: server)
+    monkeypatch.setattr(accept_lengths, "Client", Slow)
+    texts = accept_lengths.ask(ARM, server.log, 3, Load(prompts=2, times=2, concurrency=1)).texts
+    lengths = [*map(len, asked("gqa", 2))] * 2
+    assert [(text.ids, text.steps) for text in texts] == [((n,) * 3, n) for n in lengths]
+    for text, after, length in zip(texts, [*texts[1:], None], lengths, strict=True):
+        assert text.ended_s - text.began_s >= length / 1000
+        assert after is None or after.began_s >= text.ended_s, "one at a time"
+    assert texts[0].began_s < 1
+    assert server.stopped
+
+
 def test_a_backend_of_sglang_may_not_serve_this_gpu_but_ours_do() -> None:
     ended = Outcome(ended="ValueError: on SM100 alone")
     arms = [parse(f"sglang:backend={name}", {}) for name in ("trtllm_mha", "specgate_mha")]
@@ -213,13 +249,15 @@ def test_every_arm_of_the_table_is_one() -> None:
 def test_the_command_ends_with_1_below_the_oracle(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
     verified: int | None,
     code: int,
 ) -> None:
     goldens = [load_prompt("gqa", i) for i in range(2)]
-    own = [(golden.token_ids, verified or len(golden.accept_lengths)) for golden in goldens]
-    ids, steps = own[1]
-    own[1] = ((ids[0] + 1, *ids[1:]), steps) if verified else own[1]
+    due = [(golden.token_ids, verified or len(golden.accept_lengths)) for golden in goldens]
+    own = [Answered(*both, began_s=i + 0.5, ended_s=i + 2.0) for i, both in enumerate(due)]
+    ids = own[1].ids
+    own[1] = own[1]._replace(ids=(ids[0] + 1, *ids[1:])) if verified else own[1]
 
     def answered(arm: Arm, log: Path, tokens: int, load: Load) -> Outcome:
         assert (load.concurrency, tokens) == (32, 24)
@@ -228,10 +266,26 @@ def test_the_command_ends_with_1_below_the_oracle(
     monkeypatch.setattr(accept_lengths, "ask", answered)
     arm = "sglang:pair=gqa,backend=triton,num_steps=3,num_draft_tokens=4"
     given = ["--arm", arm, "--prompts", "2", "--tokens", "24", "--times", "3"]
-    assert accept_lengths.main([*given, "--concurrency", "32"]) == code
+    given += ["--concurrency", "32", "--answers", str(tmp_path / "answers.jsonl")]
+    assert accept_lengths.main(given) == code
     said = capsys.readouterr()
-    assert ("prompt 1: tokens: item 0 is" in said.err) is bool(code)
+    assert ("3 of 6 texts wrong: prompt 1: tokens: item 0 is" in said.err) is bool(code)
     assert " | 6 | " in said.err
+    lines = [*map(json.loads, (tmp_path / "answers.jsonl").read_text().splitlines())]
+    assert [(line["arm"], line["prompt"]) for line in lines] == [(arm, 0), (arm, 1)] * 3
+    assert lines[0]["oracle_instead"] == []
+    assert (lines[4]["ids"], lines[4]["steps"]) == ([*goldens[0].token_ids], own[0].steps)
+    assert [lines[5][key] for key in ("began_s", "ended_s")] == [1.5, 3.0]
+    if code:
+        instead = lines[5]["oracle_instead"][0]
+        assert (instead["item"], instead["expected"]) == (0, goldens[1].token_ids[0])
+        assert instead["shortfall"] > TIE
+    else:
+        assert lines[5]["oracle_instead"] == []
+    with pytest.raises(SystemExit):
+        accept_lengths.main(given)
+    told = f"--answers = '{tmp_path}/answers.jsonl' is not accepted; accepted: a file"
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("backends", [("specgate_mha", "triton"), ("triton", "specgate_mha")])
