@@ -1,0 +1,58 @@
+"""The edits of ``fixtures.split_keys`` meet the source of the FlashInfer that is pinned."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+
+from fixtures.split_keys import GATED, HELD_UP, SOURCE, VARIANTS, WRITES, edited, main
+from harness.errors import UsageError
+from harness.kernels.packages import WANTED
+
+CHOSEN = "isLast = isLastCta;"
+
+
+def installed() -> str:
+    name, version = WANTED["flashinfer"].split()
+    try:
+        found = distribution(name)
+    except PackageNotFoundError:
+        pytest.skip(f"{name} is not installed: pip install --no-deps {name}=={version}")
+    file = found.locate_file(f"flashinfer/data/csrc/{SOURCE}")
+    return Path(str(file)).read_text(encoding="utf-8")
+
+
+def test_the_installed_source_is_left_as_it_is() -> None:
+    assert edited(installed(), VARIANTS["installed"]) == installed()
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "installed"])
+def test_a_block_knows_whether_it_is_the_last_before_it_writes(name: str) -> None:
+    text = edited(installed(), VARIANTS[name])
+    splits, counted = text.index("bool isLast = !isMultiBlock;"), text.index(CHOSEN)
+    written = text.index(GATED if "gated" in name else WRITES)
+    assert splits < text.index("atom.acq_rel.gpu.global.inc") < counted < written
+    assert (HELD_UP in text) is ("held up" in name)
+    held_up = text.index(HELD_UP) if HELD_UP in text else written - 1
+    assert counted < held_up < written
+    assert text.count("copyOutputToGlobalMem(") == installed().count("copyOutputToGlobalMem(")
+
+
+@pytest.mark.parametrize("text", ["", f"{WRITES}\n{WRITES}"])
+def test_a_source_without_the_place_is_refused(text: str) -> None:
+    places = f"{text.count(WRITES)} places"
+    told = f"xqa/mha.cu = '{places}' is not accepted; accepted: one place of 'if"
+    with pytest.raises(UsageError, match=told):
+        edited(text, [(WRITES, GATED)])
+
+
+def test_a_machine_without_a_gpu_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
+    assert "device = 'cpu' is not accepted; accepted: a CUDA device" in capsys.readouterr().err
