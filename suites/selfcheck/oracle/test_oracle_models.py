@@ -275,6 +275,22 @@ def test_eagle_mixes_embedding_and_hidden_state_and_has_no_first_or_last_norm():
     torch.testing.assert_close(logits, x @ target.head.T)
 
 
+def test_layers_of_an_eagle_draft_behind_the_first_norm_their_input():
+    target = Decoder(LLAMA, drawn(LLAMA_SHAPES))
+    one = drawn(EAGLE, seed=7)
+    second = {n.replace("layers.0", "layers.1"): s for n, s in gqa_layer("layers.0").items()}
+    # What is normed by zeros is zero, and so is the attention to it.
+    two = one | drawn(second, seed=9) | {"layers.1.input_layernorm.weight": torch.zeros(12)}
+    two["layers.1.mlp.down_proj.weight"] = torch.zeros(12, 10)
+    incoming = torch.randn(8, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    expected, found = (
+        Draft(LLAMA | {"num_hidden_layers": layers}, tensors, target).forward(IDS, incoming)[0]
+        for layers, tensors in ((1, one), (2, two))
+    )
+    said = "the second layer of a draft norms its input, which only the first takes as it is"
+    torch.testing.assert_close(found, expected, msg=lambda differs: f"{said}\n{differs}")
+
+
 NEXTN_PARTS = {"enorm": (12,), "hnorm": (12,), "eh_proj": (12, 24), "shared_head.norm": (12,)}
 
 
