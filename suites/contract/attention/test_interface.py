@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from harness.upstream.base_attn_backend import (
 )
 from harness.upstream.forward_batch_info import ForwardBatch, ForwardMode
 from harness.upstream.older_contracts import OlderContracts
-from harness.upstream.verify_mask import TreeMaskMode, VerifyMask
+from harness.upstream.verify_mask import TreeMaskMode, VerifyMask, tree_mask_numel
 
 LENS = torch.tensor([9, 4])
 ROWS = torch.tensor([1, 3])
@@ -194,6 +195,27 @@ def test_forward_serves_decode_and_extend_and_gives_zeros_to_idle(mode: ForwardM
     assert entry == SERVED[mode]
     assert all(a is b for a, b in zip(given, (q, k, v, layer, batch), strict=True))
     assert options == {"save_kv_cache": False, "q_rope": q}
+
+
+def test_an_idle_forward_is_as_wide_as_its_values() -> None:
+    layer = replace(mha_layer(), v_head_dim=6)
+    q, k, v = torch.ones(2, 4, 8), torch.ones(2, 2, 8), torch.ones(2, 2, 6)
+    out = Plain().forward(q, k, v, layer, batch_of(ForwardMode.IDLE))
+    said = "four query heads give four values each of the value's size, 6, not of the query's, 8"
+    assert out.shape == (2, 4 * 6), f"{said}: {list(out.shape)}"
+
+
+@pytest.mark.parametrize(
+    ("mode", "entries"),
+    [(TreeMaskMode.FULL_MASK, 3 * 4 * (10 + 4)), (TreeMaskMode.QLEN_ONLY, 3 * 4 * 4)],
+    ids=["full", "qlen"],
+)
+def test_a_tree_mask_has_a_column_of_every_key_or_of_the_draft_alone(
+    mode: TreeMaskMode, entries: int
+) -> None:
+    found = tree_mask_numel(mode, bs=3, num_draft_tokens=4, max_context_len=10)
+    said = f"three trees of four tokens behind a context of ten take {entries} entries"
+    assert found == entries, f"{said} as {mode.name}, not {found}"
 
 
 def test_a_multi_step_draft_asks_its_steps() -> None:

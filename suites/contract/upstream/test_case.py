@@ -62,6 +62,23 @@ def test_query_lengths_follow_from_the_mode(
     assert case.num_tokens == sum(q_lens)
 
 
+@pytest.mark.parametrize(
+    ("mode", "num_steps", "num_draft_tokens", "most"),
+    [(Mode.MULTI_STEP_DRAFT, 7, 4, 256 + 7), (Mode.TARGET_VERIFY, 5, 9, 256 + 9)],
+)
+def test_a_request_may_reach_a_round_of_steps_or_of_draft_tokens_past_the_context(
+    mode: Mode, num_steps: int, num_draft_tokens: int, most: int
+) -> None:
+    widths = {"num_steps": num_steps, "num_draft_tokens": num_draft_tokens}
+    given = GOOD | widths | {"mode": mode, "prefix_lens": (256, 40)}
+    said = "the wider of a draft's steps and a verify's tokens fits behind a full context"
+    try:
+        longest = Case(**given).max_total_len
+    except UsageError as error:
+        pytest.fail(f"{said}: {error}")
+    assert longest == most, f"{said}: up to {most}, not {longest}"
+
+
 def test_layers_of_an_fp8_cache_differ_in_both_scales() -> None:
     given = GOOD | {"kv_dtype": KVDtype.FP8}
     scaled = Case(**given | {"k_scale": 0.5, "v_scale": 2.0})

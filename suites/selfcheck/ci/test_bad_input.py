@@ -18,7 +18,7 @@ from fixtures import bench, resolution
 from fixtures.fakes.sample_records import trial
 from harness import __main__ as cli
 from harness.bench import __main__ as compare
-from harness.core.argument_types import above_zero, port
+from harness.core.argument_types import above_zero, check_writable, port
 from harness.kernels.limits import __main__ as limits
 from harness.server import __main__ as serve
 
@@ -155,6 +155,19 @@ def test_bad_input_is_told_in_one_line(
     [line] = capfd.readouterr().err.splitlines()
     assert told.format(**places) in line
     assert sorted(Path(places["tmp"]).parent.rglob("*")) == before
+
+
+def test_what_is_there_already_is_still_there_after_the_question_whether_it_can_be_written(
+    tmp_path: Path,
+) -> None:
+    empty, device, new = (tmp_path / name for name in ("empty", "device", "new"))
+    empty.touch()
+    device.symlink_to("/dev/null")
+    for path in (empty, device, new):
+        check_writable(path, "--out")
+    said = "an empty file and what is no file stay, and no new file is left"
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["device", "empty"], f"{said}: {left}"
 
 
 @pytest.mark.parametrize(

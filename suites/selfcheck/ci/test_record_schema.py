@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import jsonschema
 import pytest
@@ -70,6 +71,19 @@ def test_a_record_without_its_format_is_refused():
     del data["format"]
     with pytest.raises(UsageError, match=r"^record format = None is not accepted; accepted: 1"):
         Record.from_json(json.dumps(data))
+
+
+def test_a_record_is_read_that_is_older_than_its_newest_fields():
+    data = json.loads(RECORD.to_json())
+    for newer in ("axes", "tokens", "test", "planned", "kind", "recorded"):
+        del data[newer]
+    said = "records made before tokens were counted and plans had a kind can still be read"
+    try:
+        found = Record.from_json(json.dumps(data))
+    except UsageError as error:
+        pytest.fail(f"{said}: {error}")
+    assert found == replace(RECORD, tokens=TokenCounts()), said
+    assert found.place == "cpu", said
 
 
 def test_a_record_needs_its_environment():

@@ -15,6 +15,7 @@ from harness.differential.inputs import make_trial_inputs
 from harness.differential.pool_state import make_pool_state
 from harness.differential.probe_model import rotate
 from harness.differential.traced_inputs import FIRST_TRACED
+from harness.upstream.forward_batch_info import EagleDraftExtendInput
 
 
 @pytest.mark.parametrize(("prefix", "evicted"), [(51, 1), (52, 2), (53, 2), (67, 2), (68, 3)])
@@ -53,6 +54,39 @@ def test_dp_padding_that_fills_no_request_is_one_more() -> None:
     said = "five rows are a request of four and one that is begun"
     assert (padded.batch_size, padded.seq_lens.tolist()[2:]) == (2 + 2, [0, 0]), said
     assert len(padded.input_ids) == len(batch.input_ids) + 5
+
+
+@pytest.mark.parametrize(
+    ("row", "new"),
+    [
+        ("mha-target_verify-bs2_ragged", 0),
+        ("mha-multi_step_draft-bs2_ragged", 0),
+        ("mha-decode-bs2_ragged", 1),
+    ],
+)
+def test_lengths_on_the_host_are_those_on_the_device(row: str, new: int) -> None:
+    inputs = make_trial_inputs(find(row))
+    batch = make_batch(make_pool_state(inputs), inputs.tested, host_lengths=True)
+    lens = [5 + new, 130 + new]
+    said = "a verify and a draft are given what is committed, on the host as on the device"
+    assert batch.seq_lens_cpu is not None
+    assert batch.seq_lens_cpu.tolist() == batch.seq_lens.tolist() == lens, said
+    assert batch.seq_lens_sum == sum(lens), f"{said}: their sum, not {batch.seq_lens_sum}"
+
+
+@pytest.mark.parametrize(
+    ("row", "on_host"),
+    [("mha-draft_extend_v1-accept_1_3", [1, 3]), ("mha-draft_extend_v2-accept_1_3", None)],
+)
+def test_the_host_knows_accept_lengths_of_draft_extend_v1_alone(
+    row: str, on_host: list[int] | None
+) -> None:
+    inputs = make_trial_inputs(find(row))
+    spec = make_batch(make_pool_state(inputs), inputs.tested).spec_info
+    assert isinstance(spec, EagleDraftExtendInput)
+    assert spec.num_accept_tokens.tolist() == [1, 3]
+    said = "a backend that reads accept lengths of v2 on the host would wait for the device"
+    assert spec.num_accept_tokens_cpu == on_host, f"{said}: {spec.num_accept_tokens_cpu}"
 
 
 @pytest.mark.parametrize("family", ["mha", "mla"])

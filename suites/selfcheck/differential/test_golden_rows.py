@@ -17,7 +17,9 @@ from harness.core.tolerance import Budget
 from harness.differential import judge
 from harness.differential.compare import Comparison
 from harness.differential.expected import Answer, Expected, expect
+from harness.differential.forward import run_forward
 from harness.differential.golden import Golden, GoldenStore, judge_by_golden, kept, project
+from harness.differential.inputs import make_trial_inputs
 from harness.differential.trial import run_trial
 from harness.errors import GoldenError
 from harness.oracle import FollowedText
@@ -119,6 +121,24 @@ def test_a_wrong_cache_does_not_make_the_oracle_refuse_the_answer(
     said = "the oracle agrees to an answer that is right, whatever the cache holds after it"
     assert "a wrong key; golden.logits: " in message, said
     assert message.endswith("; the oracle agrees: it has changed, or the golden has"), said
+
+
+@pytest.mark.parametrize("name", ["hidden_states", "next_token_logits"])
+def test_an_answer_of_another_shape_is_left_to_the_oracle(name: str) -> None:
+    row = "mla-target_verify-bs2_ragged"
+    case, subject = find(row), SUBJECTS[ROWS[row]]
+    right = run_forward(subject, make_trial_inputs(case), EAGER)
+    short: dict[str, Any] = {name: getattr(right.output, name)[:-1]}
+    wrong = replace(right, output=replace(right.output, **short))
+    said = f"{name} of a row too few are told as such, and no golden is compared with them"
+    try:
+        found = judge.judge(wrong, EAGER, subject.numerics("cpu"), (), golden=recorded(case))
+    except IndexError as error:
+        pytest.fail(f"{said}, and the judge ends with no {error!r}")
+    quantity = name.removeprefix("next_token_")
+    red = [(c.quantity, c.verdict) for c in found if not c.passed]
+    assert red == [(quantity, Verdict.WRONG_SHAPE)], f"{said}: {red}"
+    assert not any(c.quantity.startswith("golden.") for c in found), said
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -194,6 +194,10 @@ def test_frozen_sees_moved_resized_and_changed_fields():
         (found,) = check_frozen(before, frozen(replace(PLANNED, **change)))
         assert found.startswith(next(iter(change)))
         assert found.endswith("[identity and lifetime]")
+    retyped = replace(PLANNED, page_table=PLANNED.page_table.view(torch.float32))
+    found = [line.split()[0] for line in check_frozen(before, frozen(retyped))]
+    said = "a buffer of the same address and shape that is read as another dtype is another one"
+    assert found == ["page_table"], f"{said}: {found}"
     assert len(check_frozen({"q": 64}, {"k": 64})) == 2
 
 
@@ -262,6 +266,18 @@ def test_writes_land_in_their_slots_and_nowhere_else(dtype):
     assert found == ["k0 has no expected slots or is gone [index space or capacity]"], (
         f"a buffer of the cache that is gone is told: {found}"
     )
+
+
+def test_a_buffer_that_is_gone_hides_no_stray_write_of_another():
+    before = {name: torch.zeros(32, 3) for name in ("k0", "k1", "v1")}
+    written = before["v1"].clone()
+    written[17] = 1.0
+    found = check_writes(before, {"k1": before["k1"], "v1": written}, dict.fromkeys(before, ()), 16)
+    said = "each buffer of the cache is judged, also those behind one that is gone"
+    assert found == [
+        "k0 has no expected slots or is gone [index space or capacity]",
+        "v1 slot 17 (page 1) and 0 more: was overwritten [index space or capacity]",
+    ], f"{said}: {found}"
 
 
 def test_of_a_long_table_a_few_columns_are_told_from_the_first_that_differs() -> None:

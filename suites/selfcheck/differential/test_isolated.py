@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import torch
 
 from fixtures.tables import CASES
 from harness.core.case import Case, Execution
@@ -116,6 +117,12 @@ def test_a_process_ends_with_its_killed_parent() -> None:
     assert is_over, "a process of trials whose parent was killed ends by itself"
     with pytest.raises(EOFError):
         ours.recv()
+
+
+def test_a_trial_that_never_ran_is_one_of_its_own_device() -> None:
+    lost = untried(CASE, SUBJECT, Execution.GRAPH, torch.device("cpu", 0))
+    said = "what a trial leaves that ended its process says which device it was to run on"
+    assert (lost.device, lost.environment.device) == ("cpu:0", "cpu:0"), said
 
 
 def test_what_an_earlier_trial_left_decides_no_verdict(process: TrialProcess) -> None:

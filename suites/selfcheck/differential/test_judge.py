@@ -12,6 +12,7 @@ import torch
 
 from fixtures.tables import find
 from harness.core.case import Execution, KVDtype
+from harness.core.conventions import OURS
 from harness.core.numerics import ANY_MODE, Numerics
 from harness.core.record import Verdict
 from harness.core.tolerance import tie_margin
@@ -135,6 +136,40 @@ def test_a_probability_of_the_top_1_is_judged_in_every_request(request_id: int) 
     is_told = [(c.quantity, c.verdict) for c in found if not c.passed]
     said = f"a probability is wrong in request {request_id} alone, whatever the others are"
     assert is_told == [("topk", Verdict.WRONG_NUMBERS)], said
+
+
+@pytest.mark.parametrize("field", ["topk_p", "topk_index"])
+def test_a_graph_that_hands_out_half_of_its_top_1_is_told(field: str) -> None:
+    case = find("mha-draft_extend_v1-accept_1_3")
+    right = run_forward(MHA, make_trial_inputs(case, *decoys(case)), GRAPH)
+    nothing: dict[str, Any] = {field: None}
+    wrong = replace(right, output=replace(right.output, **nothing))
+    said = f"a captured draft extend without {field} is told, whatever else it hands out"
+    try:
+        found = judge(wrong, GRAPH, MHA.numerics("cpu"), workspaces=())
+    except TypeError as error:
+        pytest.fail(f"{said}, and the judge ends with no {error!r}")
+    told = [(c.verdict, c.message) for c in found if not c.passed]
+    assert told == [(Verdict.WRONG_SHAPE, "topk: none")], f"{said}: {told}"
+
+
+def test_a_draft_whose_steps_have_tables_of_their_own_owes_later_pages_to_later_steps() -> None:
+    # The first request of 31 has its first step's key on its one page, and the next on another.
+    case = find("mha-multi_step_draft-watched_page_edges")
+    right = run_forward(MHA, make_trial_inputs(case, *decoys(case)), GRAPH)
+    first, *later = right.plans
+    table = first.page_table.clone()
+    assert table[0, 1] == right.inputs.tested.pages[0][1], "the shared table holds the next page"
+    table[0, 1] = 0
+    own = replace(right, plans=(replace(first, page_table=table), *later))
+    for shares, broken in ((True, 1), (False, 0)):
+        conventions = replace(OURS, shares_draft_table=shares, zero_table_tail=False)
+        found = judge(own, GRAPH, MHA.numerics("cpu"), (), conventions)
+        told = [c.message for c in found if not c.passed]
+        holds = "also" if shares else "no page of them"
+        said = f"a first step's table holds later steps' pages where it serves them: {holds}"
+        assert len(told) == broken, f"{said}: {told}"
+        assert all(line.startswith("page_table[0] has live pages") for line in told), told
 
 
 def test_a_message_names_the_first_three_quantities(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,6 +229,15 @@ def test_an_answer_that_is_no_number_is_named() -> None:
     said = keys_read(find("mla-decode-bs2_ragged"), replace(MLA, backend=Broken), EAGER)
     assert said.endswith("something that is not finite (3 more like it)")
 
+    class BrokenFirst(TRTLLMMLABackend):
+        def _attend(self, q: Any, out_dtype: Any, layer: Any, metadata: Any) -> torch.Tensor:
+            factor = torch.nan if layer.layer_id == 0 else 1.0
+            return super()._attend(q, out_dtype, layer, metadata) * factor
+
+    said = keys_read(find("mla-decode-bs2_ragged"), replace(MLA, backend=BrokenFirst), EAGER)
+    rule = "a layer that is right is not told for the one before it: one fault of each request"
+    assert said.endswith("something that is not finite (1 more like it)"), f"{rule}: {said}"
+
 
 def traced_case(**changes: Any) -> Case:
     return replace(find("mha-decode-bs2_ragged"), inputs=Inputs.TRACED, **changes)

@@ -138,6 +138,23 @@ def test_the_last_step_is_judged_past_the_text_as_far_as_the_target_is_sure():
         assert found.step_shortfalls == pytest.approx((0, 0, 0.25 / rms)), said
 
 
+def test_no_accept_length_makes_the_target_say_more_than_a_step_verifies():
+    class Counting(ScriptedTarget):
+        asked = 0
+
+        def forward(self, token_ids):
+            self.asked += 1
+            return super().forward(token_ids)
+
+    target = Counting()
+    given = {**ROUND, "accept_lengths": (4, 4, 200)}
+    found = follow(target, ScriptedDraft(()), PROMPT, plain(10), **given)
+    assert found.step_shortfalls == (0, 0, math.inf)
+    # Three drafts are verified past the text, and then the text is judged.
+    said = "an absurd accept length costs the judge no more than the longest right one"
+    assert target.asked == 3 + 1, f"{said}: the target was asked {target.asked} times"
+
+
 @pytest.mark.parametrize("foreign", [VOCAB, -1, 99])
 def test_nothing_is_known_behind_a_token_that_the_vocabulary_lacks(foreign):
     text = [*plain(3), foreign, 5, 6]

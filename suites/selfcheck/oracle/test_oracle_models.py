@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from harness.oracle import Decoder, Draft, attend, rotate
-from harness.oracle.blocks import experts, mlp, rope_theta, route
+from harness.oracle import Decoder, Draft, attend, quantize_dequantize, rotate
+from harness.oracle.blocks import experts, gqa, mla, mlp, rope_theta, route
 from harness.oracle.weights import OracleWeights
 
 LLAMA = {
@@ -275,6 +275,22 @@ def test_eagle_mixes_embedding_and_hidden_state_and_has_no_first_or_last_norm():
     torch.testing.assert_close(logits, x @ target.head.T)
 
 
+def test_layers_of_an_eagle_draft_behind_the_first_norm_their_input():
+    target = Decoder(LLAMA, drawn(LLAMA_SHAPES))
+    one = drawn(EAGLE, seed=7)
+    second = {n.replace("layers.0", "layers.1"): s for n, s in gqa_layer("layers.0").items()}
+    # What is normed by zeros is zero, and so is the attention to it.
+    two = one | drawn(second, seed=9) | {"layers.1.input_layernorm.weight": torch.zeros(12)}
+    two["layers.1.mlp.down_proj.weight"] = torch.zeros(12, 10)
+    incoming = torch.randn(8, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    expected, found = (
+        Draft(LLAMA | {"num_hidden_layers": layers}, tensors, target).forward(IDS, incoming)[0]
+        for layers, tensors in ((1, one), (2, two))
+    )
+    said = "the second layer of a draft norms its input, which only the first takes as it is"
+    torch.testing.assert_close(found, expected, msg=lambda differs: f"{said}\n{differs}")
+
+
 NEXTN_PARTS = {"enorm": (12,), "hnorm": (12,), "eh_proj": (12, 24), "shared_head.norm": (12,)}
 
 
@@ -327,6 +343,63 @@ def test_low_precision_forward_is_near_and_an_fp8_cache_is_felt(config, shapes, 
     if scales:
         rounded = Decoder(config, tensors, kv_scales=scales).forward(IDS)[1]
         assert float((rounded - exact).norm() / exact.norm()) > 3e-3
+
+
+# Their quotient is no power of two, so that an FP8 cache rounds otherwise with the other one.
+SCALES = (0.02, 0.03)
+
+
+def test_keys_and_values_pass_an_fp8_cache_each_with_its_own_scale():
+    tensors = {name: t.double() for name, t in drawn(gqa_layer("own")).items()}
+    attention = OracleWeights(tensors, "own.self_attn.")
+    x = torch.randn(8, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    q, k, v = ((x @ attention[f"{name}_proj.weight"].T).view(8, -1, 6) for name in ("q", "k", "v"))
+    q, k = (rotate(t, torch.arange(8), theta=100.0, interleaved=False) for t in (q, k))
+    k, v = quantize_dequantize(k, SCALES[0]), quantize_dequantize(v, SCALES[1])
+    out = attend(q, k, v, prefix_len=0, scale=6**-0.5).reshape(8, 24)
+    expected = out @ attention["o_proj.weight"].T
+    said = "rotated keys are cached with the first scale, values with the second"
+    found = gqa(attention, x, LLAMA, SCALES)
+    torch.testing.assert_close(found, expected, msg=lambda differs: f"{said}\n{differs}")
+
+
+def test_latent_and_rotary_key_pass_an_fp8_cache_with_the_keys_scale():
+    tensors = {name: t.double() for name, t in drawn(mla_layer("own")).items()}
+    attention = OracleWeights(tensors, "own.self_attn.")
+    x = torch.randn(8, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    low = norm(x @ attention["q_a_proj.weight"].T, attention["q_a_layernorm.weight"])
+    q = (low @ attention["q_b_proj.weight"].T).view(8, 3, 10)
+    joint = x @ attention["kv_a_proj_with_mqa.weight"].T
+    latent = norm(joint[:, :10], attention["kv_a_layernorm.weight"])
+    turned = (
+        rotate(t, torch.arange(8), theta=100.0, interleaved=True)
+        for t in (q[..., 6:], joint[:, None, 10:])
+    )
+    q_rope, k_rope = turned
+    latent, k_rope = (quantize_dequantize(t, SCALES[0]) for t in (latent, k_rope))
+    up = (latent @ attention["kv_b_proj.weight"].T).view(8, 3, 11)
+    keys = torch.cat((up[..., :6], k_rope.expand(8, 3, 4)), -1)
+    queries = torch.cat((q[..., :6], q_rope), -1)
+    out = attend(queries, keys, up[..., 6:], prefix_len=0, scale=10**-0.5).reshape(8, 15)
+    expected = out @ attention["o_proj.weight"].T
+    said = "a latent row is cached whole, its rotary part too, with the keys' scale"
+    found = mla(attention, x, MLA, SCALES)
+    torch.testing.assert_close(found, expected, msg=lambda differs: f"{said}\n{differs}")
+
+
+@pytest.mark.parametrize("kind", ["eagle", "nextn"])
+def test_a_draft_has_its_targets_fp8_cache(kind):
+    prefix = "model.layers.0"
+    shapes = mla_layer(prefix) | {f"{prefix}.{n}.weight": s for n, s in NEXTN_PARTS.items()}
+    config, shapes = {"eagle": (LLAMA, EAGLE), "nextn": (MLA, shapes)}[kind]
+    tensors, whole = drawn(shapes, seed=3), drawn(ENDS)
+    incoming = torch.randn(8, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    exact, cached = (
+        Draft(config | {"num_hidden_layers": 1}, tensors, target).forward(IDS, incoming)[0]
+        for target in (Decoder(config, whole), Decoder(config, whole, kv_scales=SCALES))
+    )
+    differs = float((cached - exact).norm() / exact.norm())
+    assert differs > 1e-4, f"keys and values of a draft pass its target's FP8 cache: {differs:.1e}"
 
 
 @pytest.mark.parametrize(
