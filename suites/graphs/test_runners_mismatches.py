@@ -198,6 +198,9 @@ def test_run_wants_its_own_prepare() -> None:
     runner.prepare(batch)
     with pytest.raises(ContractError, match=r"prepared with other \['seq_lens'\]"):
         runner.run(drafted.with_changes(seq_lens=batch.seq_lens.clone()))
+    runner.prepare(batch)
+    told = "a batch that lacks what was prepared is another one"
+    assert is_refused(runner, drafted.with_changes(positions=None)), told
     runner.replay(batch)
     with pytest.raises(ContractError, match="run follows prepare"):
         runner.run(batch)

@@ -45,6 +45,17 @@ def test_a_table_has_three_spare_columns_and_whole_groups_of_128_tokens(
     assert (tables[:, -3:] == 0).all()
 
 
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_every_slot_that_no_request_holds_is_poisoned(entry: str) -> None:
+    """130 keys end two tokens into a page, 64 at its end: two pages of 128 and 64 of four."""
+    shape = Shape(entry=entry, lengths=(130, 64), poison=float("nan"))
+    for cache in draw(shape).arguments.caches:
+        unread = cache.flatten(2).isnan().all(-1)
+        held = sorted((~unread).sum(1).tolist())
+        told = "slots that hold no poison, page by page: 64 + 64 + 2 and 64 keys, and nothing else"
+        assert held == [0, 0, 2, 64, 64, 64], f"{told}: {held}"
+
+
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("entry", ["decode", "context"])
 def test_sinks_are_drawn_where_they_are_asked_for(entry: str, sinks: bool) -> None:

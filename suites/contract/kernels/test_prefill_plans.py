@@ -153,6 +153,14 @@ def test_layers_of_a_forward_fill_a_plan_once(captures: list[bool]) -> None:
     assert FILLS[3:] == [[6, 2], [6, 2]]
 
 
+def test_a_call_between_two_layers_leaves_the_second_its_own_numbers(captures: list[bool]) -> None:
+    prefill, layer = PagedPrefill(torch.device("cpu")), call(6, 2, forward=object())
+    for one in (layer, call(3, 6), layer):
+        prefill(one)
+    told = "a layer behind a call of no forward, which filled its plan, fills it again"
+    assert FILLS == [[6, 2], [3, 6], [6, 2]], f"{told}: filled for {FILLS}"
+
+
 def test_forwards_whose_tables_lie_in_one_buffer_fill_a_plan_each(captures: list[bool]) -> None:
     prefill, first = PagedPrefill(torch.device("cpu")), call(6, 2, forward=object())
     second = replace(call(3, 6, forward=object()), block_tables=first.block_tables)

@@ -204,7 +204,7 @@ def test_blocks_of_queries_change_nothing(
     torch.testing.assert_close(kernel.decode(uniform(q, pool)), whole)
 
 
-@pytest.mark.parametrize(("held", "rows"), [(167, [2, 2, 1]), (1, [1] * 5)])
+@pytest.mark.parametrize(("held", "rows"), [(167, [2, 2, 1]), (168, [3, 2]), (1, [1] * 5)])
 def test_blocks_hold_no_more_scores_than_one_query_needs_or_the_limit_allows(
     held: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
