@@ -159,6 +159,13 @@ def test_a_signal_is_told_as_a_shell_does(log: Path) -> None:
     assert ended == 137, f"a command that signal 9 ended has the exit code 128 + 9, not {ended}"
 
 
+def test_a_log_is_that_of_the_last_command(log: Path) -> None:
+    log.parent.mkdir()
+    for word in ("first", "second"):
+        assert run_guarded((sys.executable, "-c", f"print({word!r})"), log=log) == 0
+    assert log.read_text() == "second\n", "a log that is there already is overwritten"
+
+
 def test_a_command_that_does_not_exist_is_reported(log: Path) -> None:
     spec = stub(argv=("/no/such/command", "--port", "1"))
     with (

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from fixtures import split_keys
 from fixtures.split_keys import GATED, HELD_UP, SOURCE, VARIANTS, WRITES, edited, main
 from harness.errors import UsageError
 from harness.kernels.packages import WANTED
@@ -56,3 +60,20 @@ def test_a_machine_without_a_gpu_is_refused(
         main([])
     assert ended.value.code == 2
     assert "device = 'cpu' is not accepted; accepted: a CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong_in", "code"), [("installed", 0), ("held up", 0), ("gated", 1), ("held up, gated", 1)]
+)
+def test_a_gated_source_that_is_wrong_once_ends_with_1(
+    monkeypatch: pytest.MonkeyPatch, wrong_in: str, code: int
+) -> None:
+    def run(argv: list[str], **_: Any) -> Any:
+        # The first query width alone, so that what is right follows what is wrong.
+        lines = [[q_len, int(argv[-1] == wrong_in and q_len == 1), 200] for q_len in (1, 4)]
+        return SimpleNamespace(stdout="\n".join(map(json.dumps, lines)))
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(split_keys.subprocess, "run", run)
+    told = "a launch that only the gate should have kept right has another cause, once is enough"
+    assert main(["--beside", "0"]) == code, told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,17 @@ def test_a_checkout_comes_first_on_the_path(nothing_active: None, tmp_path: Path
     process.activate(RELEASE, tmp_path, CUDA)
     assert sys.path[0] == str(tmp_path)
     assert not any(isinstance(finder, StubFinder) for finder in sys.meta_path)
+
+
+def test_a_process_keeps_to_its_checkout(nothing_active: None, tmp_path: Path) -> None:
+    process.activate(RELEASE, tmp_path, CUDA)
+    process.activate(RELEASE, tmp_path, CUDA)
+    told = f"release = '0.5.16 in elsewhere' is not accepted; accepted: 0.5.16 in {tmp_path}, the"
+    with pytest.raises(UsageError, match=re.escape(told)):
+        process.activate(RELEASE, Path("elsewhere"), CUDA)
+    with pytest.raises(UsageError, match=re.escape("release = '0.5.16' is not accepted")):
+        process.activate(RELEASE, None, CUDA)
+    assert sys.path[0] == str(tmp_path), "what is refused is not on the path"
 
 
 def test_which_gpu_it_is_is_left_to_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,7 @@ def checkout(tmp_path: Path) -> Path:
             "    def on_condition(query): ...\n"
         ),
         "mla/__init__.py": "from ._core import *\n",
+        "mla/sm90/core.py": "from ...decode import decode\n",
         "mla/_core.py": "from ..decode import decode\ndef latent(query, *, pages): ...\n",
     }
     for name, text in files.items():
@@ -126,6 +127,8 @@ def test_definitions_are_found_through_packages_and_stars(checkout: Path) -> Non
     assert latent.name == "latent"
     above = definition(checkout, "flashinfer.mla._core.decode")
     assert above is not None, "a name is found in the package above its module's"
+    higher = definition(checkout, "flashinfer.mla.sm90.core.decode")
+    assert higher is not None, "a name is found two packages above its module's"
     conditional = definition(checkout, "flashinfer.decode.on_condition")
     assert conditional is not None, "what is defined under a condition is defined"
     assert definition(checkout, "flashinfer.decode.nothing") is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +45,13 @@ def text(prompt: int, steps: int, due: int = 2, ties: int = 0, wrong: str = "") 
     return Judged(prompt, counts, steps=steps, due=due, wrong=wrong)
 
 
+def along_itself(ids: tuple[int, ...]) -> FollowedText:
+    """The oracle along a text that is its own, of one step."""
+    return FollowedText(
+        shortfalls=(0,) * len(ids), best_ids=ids, accept_lengths=(3,), step_shortfalls=(0,)
+    )
+
+
 def test_the_oracle_along_its_own_golden_counts_as_that_does() -> None:
     due = load_prompt("gqa", 0)
     found = along("gqa", 3, (prompts("gqa")[0], due.token_ids))
@@ -67,16 +75,39 @@ def test_a_token_is_the_oracles_or_ties_with_it_or_is_wrong(
     )
     said = f"prompt 7: tokens: {wrong}, a tie by 0.045 at most" if wrong else ""
     counts = TokenCounts(judged=3, tied=ties)
-    assert judged(7, Answered((10, 5, 9), 3), due) == Judged(7, counts, 3, 2, said)
+    assert judged(7, Answered((10, 5, 9), 3), due, 3) == Judged(7, counts, 3, 2, said)
 
 
 def test_a_token_without_judgement_is_counted() -> None:
     due = FollowedText(
         shortfalls=(0, 0), best_ids=(10, 5), accept_lengths=(1,), step_shortfalls=(0,)
     )
-    found = judged(7, Answered((10, 5, 9), 3), due)
+    found = judged(7, Answered((10, 5, 9), 3), due, 3)
     assert found.tokens == TokenCounts(judged=2, unjudged=1)
     assert found.wrong.startswith("prompt 7: tokens: 2 judged, 0 tied, 1 unjudged of 3")
+
+
+@pytest.mark.parametrize("ids", [(), (10, 20)])
+def test_a_text_that_ends_before_it_is_due_is_wrong(ids: tuple[int, ...]) -> None:
+    due = along_itself(ids)
+    found = judged(7, Answered(ids, 1), due, 3)
+    said = "a server that gave up in the middle of a right text has given a wrong answer"
+    assert found.wrong == f"prompt 7: tokens: {len(ids)} came, expected 3", said
+
+
+def test_texts_without_a_verify_step_are_no_speculation() -> None:
+    shown, good = row(ARM, [text(0, steps=0), text(1, steps=0, wrong="token 5 of prompt 1")])
+    told = "10 judged, 0 tied, 0 unjudged; 1 of 2 texts wrong: token 5 of prompt 1"
+    assert shown[3:] == ["2", told, "no verify steps", "", ""]
+    assert not good, "a server that never verified a draft has no accept length"
+    of_it, _, high = share([text(0, steps=0), text(1, steps=4)])
+    assert (of_it, high) == (1.0, 4.0), "an answer without a step is drawn like any other"
+
+
+def test_tokens_without_judgement_were_drafted_too() -> None:
+    counts = TokenCounts(judged=5, unjudged=2)
+    shown, _ = row(ARM, [Judged(0, counts, steps=2, due=2, wrong="")])
+    assert shown[5] == "3.000", "seven tokens, the prefill's aside, came in two steps"
 
 
 @pytest.mark.parametrize(
@@ -288,6 +319,29 @@ def test_the_command_ends_with_1_below_the_oracle(
     assert told in capsys.readouterr().err
 
 
+def test_every_arm_is_followed_at_its_own_steps_and_its_answers_are_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    asked_at: list[tuple[str, int]] = []
+
+    def followed(pair: str, steps: int, request: tuple[tuple[int, ...], ...]) -> FollowedText:
+        asked_at.append((pair, steps))
+        return along_itself(request[1])
+
+    monkeypatch.setattr(accept_lengths, "along", followed)
+    monkeypatch.setattr(accept_lengths, "ProcessPoolExecutor", lambda **_: ThreadPoolExecutor(1))
+    monkeypatch.setattr(accept_lengths, "ask", lambda *_: Outcome([Answered((7, 8, 9, 10), 1)]))
+    words = ("gqa,backend=triton,num_steps=5", "gqa,backend=flashinfer,num_steps=5", "mla")
+    arms = [parse(f"sglang:pair={word}") for word in words]
+    file = tmp_path / "answers.jsonl"
+    assert accept_lengths.compare(arms, tmp_path, 4, Load(prompts=1), 1, False, file) == 0
+    assert sorted(asked_at) == [("gqa", 5), ("gqa", 5), ("mla", 3)], "the oracle drafts as the arm"
+    kept = sorted(json.loads(line)["arm"] for line in file.read_text().splitlines())
+    assert kept == sorted(arm.spec for arm in arms), "the answers of every arm are kept"
+    shown = capsys.readouterr().out
+    assert 0 < shown.index("triton") < shown.index("flashinfer"), "arms are listed as they came"
+
+
 @pytest.mark.parametrize("backends", [("specgate_mha", "triton"), ("triton", "specgate_mha")])
 def test_one_arm_that_is_not_good_ends_the_command_with_1(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backends: tuple[str, str]
@@ -315,3 +369,19 @@ def test_an_arm_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> N
         accept_lengths.main(["--arm", "vllm:x"])
     assert ended.value.code == 2
     assert "arm = 'vllm:x' is not accepted" in capsys.readouterr().err
+
+
+def test_an_arm_without_a_shipped_pair_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        accept_lengths.main(["--arm", "url:http://127.0.0.1:9"])
+    assert ended.value.code == 2, "whose prompts have no oracle is refused before a server starts"
+    told = "--arm = 'url:http://127.0.0.1:9' is not accepted; accepted: an arm of a shipped pair"
+    assert told in capsys.readouterr().err
+
+
+def test_answers_find_their_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: list[bool] = []
+    file = tmp_path / "new" / "answers.jsonl"
+    monkeypatch.setattr(accept_lengths, "compare", lambda *_: made.append(file.parent.is_dir()))
+    accept_lengths.main(["--arm", "sglang:pair=gqa", "--answers", str(file)])
+    assert made == [True], "the folder of the answers is there before the first server starts"

@@ -239,6 +239,10 @@ def test_a_comment_groups_causes_and_stays_within_its_lines() -> None:
     assert lines[6:8] == second, f"{told}: {lines[6:8]}"
     assert len(lines) <= 40, f"a comment has 40 lines at most, not {len(lines)}"
     assert lines[-1] == "… and 16 causes in all", f"the last line counts the causes: {lines[-1]}"
+    for most in range(6, 12):
+        found_lines = len(comment(found, ["base", "head"], most).splitlines())
+        told = f"of at most {most} lines one is kept for the count of the causes: {found_lines}"
+        assert found_lines <= most, told
 
 
 def run_main(tmp_path: Path, old: Sequence[Record], new: Sequence[Record], *words: str) -> int:
@@ -252,7 +256,7 @@ def test_records_of_this_checkout_are_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(compare_releases, "_is_whole", bool)
-    said = tmp_path / "comment.md"
+    said = tmp_path / "made" / "comment.md"
     assert run_main(tmp_path, [PASSED], [RED], "--comment", str(said)) == 1
     assert "0.5.23 against 0.5.22: 1 worse, 0 otherwise" in capsys.readouterr().out
     assert "hidden_states: N of N rows wrong" in said.read_text(encoding="utf-8")

@@ -27,6 +27,7 @@ first --option 'a # b'   # a comment
 
 second "c#d" e#f \\
     --continued
+after both lines
 ```
 
 ```
@@ -47,7 +48,8 @@ def test_commands_are_the_lines_of_bash_blocks() -> None:
     assert [(command.place, command.bare) for command in found] == [
         ("a.md:4", "first --option 'a # b'"),
         ("a.md:7", 'second "c#d" e#f --continued'),
-        ("a.md:18", "third"),
+        ("a.md:9", "after both lines"),
+        ("a.md:19", "third"),
     ]
 
 
@@ -72,6 +74,11 @@ def test_what_a_command_sets_holds_for_the_next(tmp_path: Path) -> None:
     results = tried(tmp_path, lines)
     assert [one.problem for one in results] == [""] * 4
     assert results[-1].output.strip() == str(tmp_path / "b")
+
+
+def test_what_a_command_unsets_is_gone_for_the_next(tmp_path: Path) -> None:
+    results = tried(tmp_path, 'export Q=1\nunset Q\ntest -z "${Q+set}"')
+    assert [one.problem for one in results] == [""] * 3, "a variable that was unset stays unset"
 
 
 @pytest.mark.parametrize("text", ["false", "exit 3", "no-such-command", "test -t 0"])

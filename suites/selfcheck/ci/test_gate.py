@@ -191,6 +191,7 @@ def test_kinds_that_must_be_there_are_asked_for(
     assert gate.main([str(path), "--kinds", "cpu"]) == 0
     assert gate.main([str(path), "--kinds", "cpu,sm100"]) == 1
     assert "gate: no records of sm100\n" in capsys.readouterr().out
+    assert gate.main([str(path), "--kinds", "cpu,"]) == 0, "behind a last comma is no kind"
 
 
 def test_a_kind_that_refused_every_trial_is_there() -> None:

@@ -81,10 +81,10 @@ def files(folder: Path) -> set[str]:
 
 
 def test_bundle_comes_out_as_it_went_in(wheel: Path, tmp_path: Path) -> None:
-    parts = bundle.build(tmp_path / "out", 100)
-    assert len(parts) > 3
+    parts = bundle.build(tmp_path / "out", 60)
+    assert len(parts) > 10, "part 10 comes after part 9, and by name before part 2"
     assert [part.parent.name for part in parts] == [f"part-{i}" for i in range(len(parts))]
-    assert all(part.stat().st_size <= 100 for part in parts)
+    assert all(part.stat().st_size <= 60 for part in parts)
     site = run.unpack(tmp_path / "out", tmp_path / "cache")
     assert files(site) == INSTALLED
     assert (site / "pack/data/kernel.cu").read_bytes() == WHEEL["pack/data/kernel.cu"]

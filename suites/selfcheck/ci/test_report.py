@@ -219,6 +219,7 @@ def test_every_cell_has_an_address_that_the_script_knows() -> None:
         (trial("counts", effects={"kernels": 2}), "passed"),
         (trial("spoilt", Verdict.ERROR, quantities=compared(0.0)), "0.00"),
         (trial("none", Verdict.REFUSED, message="x"), "refused"),
+        (trial("waived", Verdict.WAIVED, message="x", quantities=compared(0.0)), "0.00"),
     ],
 )
 def test_a_cell_is_equal_where_the_error_is_zero_and_nowhere_else(
@@ -306,6 +307,9 @@ def test_page_says_when_the_trials_were_recorded() -> None:
     )
     times = [trial(str(n), recorded=at) for n, at in enumerate((ended, begun, later))]
     assert summary.dates(times) == ("2026-11-21 23:50", "2026-11-22 00:01")
+    first = [replace(times[1], verdict=Verdict.REFUSED, message="x"), times[2]]
+    told = "a run begins with its first record, of a refused trial too"
+    assert summary.dates(first) == ("2026-11-21 23:50", "2026-11-22 00:01"), told
     assert "2026-11-21 23:50</time> to 2026-11-22 00:01 UTC" in report.page(times)
     assert "2026-11-21 23:50</time> to 23:58 UTC" in report.page(times[:2])
     assert "2026-11-21 23:58</time> UTC" in report.page(times[:1])

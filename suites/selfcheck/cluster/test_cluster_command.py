@@ -15,7 +15,7 @@ from ci.cluster import __main__ as command
 from ci.cluster import lanes, machine
 from ci.cluster.lanes import kinds_of, work
 from ci.cluster.store import Store
-from ci.cluster.work import UnitEnd
+from ci.cluster.work import Ended, LaneWork, Node, Plan, UnitEnd
 from ci.nightly.machine import is_visible
 from harness.core.paths import ROOT
 from harness.errors import UsageError
@@ -212,6 +212,58 @@ def test_a_lane_that_no_node_ran_is_red(tmp_path: Path, capsys: pytest.CaptureFi
     )
     said = "the last line of a red command names its red lanes"
     assert last == "cluster: red: mutants", f"{said}: {last!r}"
+
+
+class OneKind(NoNode):
+    """A cluster of nodes of one kind, on which everything passes."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.asked = kind, list[tuple[LaneWork, tuple[str, ...] | None]]()
+
+    def slots(self, asked: LaneWork) -> int:  # type: ignore[override]
+        return int(asked.kind == self.kind)
+
+    def submit(self, asked: LaneWork, units: tuple[str, ...] | None) -> int:  # type: ignore[override]
+        self.asked.append((asked, units))
+        return len(self.asked) - 1
+
+    def answers(self, within_s: float) -> list[object]:
+        self.clock += within_s
+        node, found = Node(id="n", name="node"), list[object]()
+        for ticket, (asked, units) in enumerate(self.asked):
+            ended = tuple(UnitEnd(unit=unit, outcome="passed") for unit in units or ())
+            answer = Ended(units=ended, node=node) if units else Plan(units=("session",), node=node)
+            found += [(ticket, answer)] if asked.kind == self.kind else []
+        return found
+
+
+@pytest.mark.parametrize("there", ["sm90", "sm100"])
+def test_a_lane_is_red_if_one_of_its_kinds_has_no_node(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], there: str
+) -> None:
+    (tmp_path / "bench").mkdir()
+    words = ["bench", "--kinds", "sm90,sm100", "--wait", "2", "--report", str(tmp_path)]
+    options = command.parser().parse_args(words)
+    code = command.run(OneKind(there), options, [], 0.0)  # type: ignore[arg-type]
+    told = f"a lane that passed on {there} alone is red for the kind that nobody ran: {code}"
+    assert code == 1, told
+    lines = capsys.readouterr().out.splitlines()
+    assert f"cluster: bench on {there}: 1 of 1, 0 red" in lines, "the other kind was run"
+    assert lines[-1] == "cluster: red: bench", "the last line names the red lane"
+
+
+def test_the_gate_is_asked_for_every_kind_of_a_lane(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(command.report, "main", lambda _: 0)
+    monkeypatch.setattr(command.gate, "main", lambda argv: asked.append(argv) or 0)
+    works = [work("gpu", kind, []) for kind in ("sm90", "sm100")]
+    command.judge(Store(tmp_path, works, resume=False, source=("", False)), works)
+    assert asked == [[str(tmp_path / "records.jsonl"), "--kinds", "sm90,sm100"]], (
+        "a kind of which there are no records at all is red only if the gate is asked for it"
+    )
 
 
 @pytest.mark.parametrize(("outcome", "code"), [("passed", 0), ("failed", 1)])

@@ -158,6 +158,7 @@ def test_nothing_of_ray_is_handed_to_what_a_node_starts(monkeypatch: pytest.Monk
         ("2.10.1", "2.1", True),
         ("2.1", "2.10.1", True),
         ("2.1.1", "2.1", True),
+        ("2.1.post1", "2.1", True),
     ],
 )
 def test_a_version_is_the_pinned_one_or_wrong(

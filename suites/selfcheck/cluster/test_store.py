@@ -55,6 +55,12 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     assert sorted(cases(tmp_path)) == ["a", "b", "d", "e"]
 
 
+def test_what_was_skipped_is_not_run_again(tmp_path: Path) -> None:
+    store(tmp_path).add(WORK, [end("a"), end("b", "skipped", record=""), end("c", "failed")])
+    kept = store(tmp_path, resume=True).kept(WORK)
+    assert kept == {"a", "b"}, f"a unit has ended well where it did not fail, skipped too: {kept}"
+
+
 @pytest.mark.parametrize("resume", [True, False], ids=["goes_on", "begins_anew"])
 @pytest.mark.parametrize("nth", [0, 1, 2, 3])
 def test_a_unit_of_a_run_that_is_killed_as_it_begins_has_its_record(

@@ -96,6 +96,14 @@ def test_rows_are_cases_that_their_kernel_serves(machine: Machine, strength: int
         assert case.id not in CASES
 
 
+@pytest.mark.parametrize(("bs", "padding"), [(5, "bucket"), (8, "none"), (13, "none")])
+def test_a_batch_of_any_captured_size_is_not_padded(bs: int, padding: str) -> None:
+    case = replace(case_of(VALUES), prefix_lens=(40,) * bs, accept_lens=(1,) * bs)
+    assert case.capture_bs == (8, 13)
+    found = values_of_trial(case, "trtllm_gen", Execution.GRAPH)["padding"]
+    assert found == padding, f"{bs} requests in graphs of 8 and 13: {found}"
+
+
 @BY_NAME
 def test_rows_have_every_feasible_combination(machine: Machine, strength: int) -> None:
     kept = [row for s in STRENGTHS if s <= strength for row in load(machine, s)]

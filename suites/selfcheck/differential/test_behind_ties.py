@@ -162,6 +162,14 @@ def test_the_benchmarks_check() -> None:
         check_answers(arm, Client({index: text.wrong}), workload)  # type: ignore[arg-type]
 
 
+def test_a_part_of_a_golden_has_the_steps_that_began_in_it() -> None:
+    golden = load_prompt(PAIR, 0)
+    first, second = golden.accept_lengths[:2]
+    for count, due in ((1, ()), (1 + first, (first,)), (2 + first, (first, second))):
+        found = followed(PAIR, 0, golden.token_ids[:count]).accept_lengths
+        assert found == due, f"{count} tokens, of which the prefill made one: {found}"
+
+
 def test_a_golden_is_its_own_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts that part from it alone are followed."""
     asked: list[int] = []
