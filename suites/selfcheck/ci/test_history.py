@@ -253,6 +253,15 @@ def test_plot_marks_epochs_changes_and_alarms() -> None:
     assert [(row["metric"], row["sku"]) for row in cells] == [("tpot", "NVIDIA B200")]
 
 
+def test_a_map_shows_the_last_night_and_has_a_key_for_it() -> None:
+    verdicts = (BenchVerdict.OK, BenchVerdict.INCONCLUSIVE, BenchVerdict.REGRESSED)
+    nights = [night(n, verdict=one, cost=0.01 * n) for n, one in enumerate(verdicts)]
+    drawn = history_plots.heat_map({("bs8/tpot", "NVIDIA B200"): history.series(nights[::-1])})
+    assert [key.name for key in drawn.keys] == ["regressed"], "a map has keys of what it shows"
+    [[cell]] = drawn.panels[0].chart.to_dict()["datasets"].values()
+    assert (cell["verdict"], cell["change"]) == ("regressed", "+2.0 %")
+
+
 @pytest.mark.parametrize("higher_is_better", [False, True])
 def test_plot_shows_change_and_interval_in_the_metrics_own_direction(
     higher_is_better: bool,
