@@ -76,6 +76,20 @@ def judged(path):
     return found
 
 
+@pytest.mark.parametrize(
+    ("unit", "verdict"),
+    [("us", BenchVerdict.INVALID), ("ms", BenchVerdict.INVALID), ("tok", BenchVerdict.REGRESSED)],
+)
+def test_every_time_is_asked_in_cycles_and_nothing_else(tmp_path, unit, verdict):
+    bounds = Bounds(delta0=0.001, delta1=0.006, n_max=16)
+    case = CasePlan(
+        workload="smoke-bs2-in32-out32", metric="tpot", bounds=bounds, calibrated=0.01, unit=unit
+    )
+    clocks = (1980.0, 1980.0 / 1.009)
+    records(tmp_path / "bench.jsonl", ratio=1.008, mhz=clocks, cases=(case,))
+    assert judged(tmp_path / "bench.jsonl").verdict is verdict
+
+
 def test_an_effect_that_is_gone_in_cycles_is_not_believed(tmp_path):
     narrow = Bounds(delta0=0.001, delta1=0.006, n_max=16)
     records(tmp_path / "same", ratio=1.008, mhz=(1980.0, 1980.0), bounds=narrow)
@@ -182,15 +196,29 @@ def test_every_trial_of_an_arm_is_counted(tmp_path, pair):
     assert found == ("count spec_verify_ct: A 52, B 51",), "each pair of trials is compared"
 
 
-def test_a_launch_that_failed_loses_its_block_alone(tmp_path):
+@pytest.mark.parametrize("lost", [3, 5], ids=["first of its block", "last of its block"])
+def test_a_launch_that_failed_loses_its_block_alone(tmp_path, lost):
     path = tmp_path / "bench.jsonl"
     counts = {"spec_verify_ct": 52}
-    records(path, counts=(counts, counts), role=Role.INJECTED, lost=(3,))
+    records(path, counts=(counts, counts), role=Role.INJECTED, lost=(lost,))
     found = judged(path)
     assert found.verdict is BenchVerdict.REGRESSED
     assert len(found.effects) == 15
     assert found.reasons[0] == "NotReady: it ended with 137"
     assert not [why for why in found.reasons if why.startswith("count")]
+
+
+@pytest.mark.parametrize("calibrated", [0.002, 0.05])
+def test_first_blocks_are_bet_on_with_the_noise_that_the_plan_was_calibrated_with(
+    tmp_path, calibrated
+):
+    session, _ = records(tmp_path / "other.jsonl", blocks=0)
+    case = replace(session.cases[0], calibrated=calibrated)
+    records(tmp_path / "bench.jsonl", ratio=1.02, blocks=1, cases=(case,))
+    excess = math.log(1.02) - math.log(1.005)  # delta0 of a TPOT is 0.5 %
+    bets = [1 + 0.85 * math.tanh(rate * excess / calibrated) for rate in (0.5, 1, 2, 4)]
+    found = judged(tmp_path / "bench.jsonl").evidence.e_regressed
+    assert found == pytest.approx(sum(bets) / 4), "a bet is in units of the calibrated scale"
 
 
 @pytest.mark.parametrize(("blocks", "is_enough"), [(2, False), (3, True)])

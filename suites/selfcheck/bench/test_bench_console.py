@@ -49,6 +49,16 @@ def test_a_bar_is_as_long_as_the_case_of_most_blocks(tmp_path):
     assert "1/32" in text.getvalue()
 
 
+def test_a_bar_counts_the_trials_of_every_workload(tmp_path):
+    session, trial = records(tmp_path / "bench.jsonl", blocks=1)
+    others = [replace(session.workloads[0], id=name) for name in ("second", "third")]
+    text = io.StringIO()
+    three = replace(session, workloads=(*session.workloads, *others))
+    with ConsoleView([three], Console(file=text, force_terminal=True, width=80)) as view:
+        view.trial_done(trial)
+    assert "1/96" in text.getvalue(), "16 blocks of 2 trials, 3 workloads"
+
+
 def test_a_log_says_once_why_blocks_were_dropped(tmp_path):
     session, _ = records(tmp_path / "bench.jsonl", blocks=3, lost=(1,))
     text = io.StringIO()

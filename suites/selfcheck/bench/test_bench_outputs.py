@@ -274,6 +274,18 @@ def test_a_long_summary_is_cut_to_sixty_lines_and_says_so(moved: BenchReport) ->
     assert sum(line.startswith("::error") for line in github.remarks(many)) == 10
 
 
+def test_ten_annotations_of_every_level_are_shown(moved: BenchReport) -> None:
+    shown = (BenchVerdict.REGRESSED, BenchVerdict.INCONCLUSIVE, BenchVerdict.IMPROVED)
+    one = moved.judged[0].finding
+    found = tuple(
+        replace(one, evidence=replace(one.evidence, verdict=verdict)) for verdict in shown * 12
+    )
+    lines = list(github.remarks(BenchReport(replace(moved.run, findings=found), ())))
+    levels = [line.split(" ")[0] for line in lines]
+    said = "GitHub shows ten of a level, whatever the others have"
+    assert [levels.count(name) for name in ("::error", "::warning", "::notice")] == [10] * 3, said
+
+
 def test_annotations_keep_to_one_line(moved: BenchReport) -> None:
     [row] = [row for row in moved.judged if row.case == f"{BS8}/tpot"]
     named = replace(row.workload, id="a,b:c\nd%")
@@ -393,6 +405,17 @@ def test_numbers_in_xml(shown: str, value: float) -> None:
     assert number(value) == shown
 
 
+def test_evidence_that_reaches_no_threshold_is_drawn_below_them(moved: BenchReport) -> None:
+    row = moved.judged[0]
+    assert plots._thresholds(row) == (20.0, 200.0)
+    weak = replace(row.evidence, path=((1.5, 0.8, 0.7),))
+    one = replace(row, finding=replace(row.finding, evidence=weak))
+    [panel] = plots.evidence([one]).panels
+    [path, line] = panel.chart.to_dict()["layer"]
+    assert line["encoding"]["y"]["field"] == "line"
+    assert path["encoding"]["y"]["scale"]["domain"] == [0.001, 1000.0], "both lines are seen"
+
+
 def test_shift_of_every_decile_is_the_injected_one() -> None:
     lines = list(synthetic_bench.run_lines({f"{BS1}/ttft": math.log(1.2)}, noise=0.0, blocks=3))
     session = next(one for one in lines if isinstance(one, Session) and one.role is Role.CANDIDATE)
@@ -402,6 +425,24 @@ def test_shift_of_every_decile_is_the_injected_one() -> None:
     for row in rows:
         injected = 0.2 if row["panel"] == f"{BS1}: TTFT" else 0.0
         assert [row[key] for key in ("low", "shift", "high")] == pytest.approx([injected] * 3)
+
+
+def test_every_trial_of_an_arm_shifts_its_deciles(moved: BenchReport) -> None:
+    a, b = (
+        next(
+            t for t in moved.trials if (t.session, t.workload, t.arm) == (Role.CANDIDATE, BS1, arm)
+        )
+        for arm in "AB"
+    )
+    first, later = (replace(a.samples[0], ttft_ms=ms) for ms in (40.0, 60.0))
+    trials = [
+        replace(trial, block=0, place=place, samples=(sample,))
+        for place, (trial, sample) in enumerate(((a, first), (b, first), (b, later), (a, first)))
+    ]
+    found = request_plots.shifts(moved.judged[0].session, trials)
+    shift = {row["decile"]: row["shift"] for row in found if row["panel"] == f"{BS1}: TTFT"}
+    # B's requests took 40 and 60 ms, of which the percentile p is 40 + 20 p.
+    assert shift == pytest.approx({p: 20 * p / 100 / 40 for p in range(10, 100, 10)})
 
 
 def test_conditions_are_told_in_run_order(moved: BenchReport) -> None:

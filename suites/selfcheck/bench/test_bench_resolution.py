@@ -247,6 +247,9 @@ def test_a_launch_that_sessions_share_counts_once():
     records = [*shared(Role.CANDIDATE, "candidate"), *shared(Role.SAME, "same")]
     (recorded,) = recorded_launches([("host", records)])
     assert recorded.launches(0) == recorded.launches(1) == 9 * 3
+    (recorded,) = recorded_launches([("host", records), ("host", [*shared(Role.SAME, "same")])])
+    said = "launches of two runs have the same names and are others"
+    assert recorded.launches(0) == 9 * 3 + 9 * 2, said
 
 
 def test_as_many_launches_as_are_asked_for_suffice():

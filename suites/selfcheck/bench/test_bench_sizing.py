@@ -201,6 +201,10 @@ def test_where_not_all_fits_passes_are_chosen_by_what_the_blocks_that_fit_find()
     assert f"12 blocks of each session fit and would find {found[1] * 100:.1f} % (small)" in told
     none = run_size([plan(SMALL)], slow, left_s=1.0).told[-1]
     assert "0 blocks of each session fit and would find nothing (small)" in none
+    late = run_size([plan(SMALL)], slow, left_s=-90.0 * block)
+    said = "a rehearsal that took more than all the time leaves none for a block"
+    assert late.blocks == 0, said
+    assert "0 blocks of each session fit and would find nothing (small)" in late.told[-1], said
 
 
 def test_what_the_first_warm_up_compiles_is_no_later_warm_ups():

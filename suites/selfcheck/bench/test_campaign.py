@@ -285,6 +285,8 @@ def test_steps_of_other_arms_are_not_pooled(tmp_path, capsys, lines):
     plan = lines[0]
     for changed in (
         {"a": plan["a"] | {"name": "another"}},
+        {"a": plan["a"] | {"versions": {"sglang": "0.5.13"}}},
+        {"b": plan["b"] | {"name": "another"}},
         {"b": plan["b"] | {"versions": {"sglang": "0.5.13"}}},
         {"a": plan["b"], "b": plan["a"]},
     ):

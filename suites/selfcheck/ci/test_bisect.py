@@ -465,6 +465,16 @@ def test_a_benchmark_that_cannot_start_answers_nothing(
     assert "arm = 'embedded:page_size=4'" in line, "the arm that could not be measured is named"
 
 
+def test_an_interrupted_benchmark_blames_no_arm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "main", lambda argv: 130)
+    words = ["--good", "embedded:page_size=1", "--bad", "embedded:page_size=4", "--bench"]
+    with pytest.raises(KeyboardInterrupt):
+        main([*words, "--report", str(tmp_path)])
+    assert capsys.readouterr().err == "", "an arm is named only where it cannot be measured"
+
+
 def test_an_arm_whose_session_settled_nothing_is_not_called_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -237,14 +237,41 @@ def test_plot_marks_epochs_changes_and_alarms() -> None:
         )
     }
     [panel] = history_plots.history(found).panels
-    tables = panel.chart.to_dict()["datasets"].values()
+    tables = [*panel.chart.to_dict()["datasets"].values()]
     marks = [row for rows in tables for row in rows if "mark" in row]
     assert [(mark["mark"], mark["at"]) for mark in marks] == [
         ("epoch", step[8].night),
         ("suspected change", step[24].night),
         ("alarm", step[26].night),
     ]
+    [nights] = [rows for rows in tables if "night" in rows[0]]
+    said = "the line of an epoch begins with its first night, and joins no other"
+    assert [row["epoch"] for row in nights] == [1] * 8 + [2] * 24, said
     [panel] = history_plots.heat_map(found).panels
     [cells] = panel.chart.to_dict()["datasets"].values()
     assert panel.title == "bs8"
     assert [(row["metric"], row["sku"]) for row in cells] == [("tpot", "NVIDIA B200")]
+
+
+def test_a_map_shows_the_last_night_and_has_a_key_for_it() -> None:
+    verdicts = (BenchVerdict.OK, BenchVerdict.INCONCLUSIVE, BenchVerdict.REGRESSED)
+    nights = [night(n, verdict=one, cost=0.01 * n) for n, one in enumerate(verdicts)]
+    drawn = history_plots.heat_map({("bs8/tpot", "NVIDIA B200"): history.series(nights[::-1])})
+    assert [key.name for key in drawn.keys] == ["regressed"], "a map has keys of what it shows"
+    [[cell]] = drawn.panels[0].chart.to_dict()["datasets"].values()
+    assert (cell["verdict"], cell["change"]) == ("regressed", "+2.0 %")
+
+
+@pytest.mark.parametrize("higher_is_better", [False, True])
+def test_plot_shows_change_and_interval_in_the_metrics_own_direction(
+    higher_is_better: bool,
+) -> None:
+    facts = {"cost": 0.03, "low": -0.01, "high": 0.05, "higher_is_better": higher_is_better}
+    one = history.series([night(0, **facts), night(1, **(facts | {"high": None}))])
+    [panel] = history_plots.history({("bs8/output_throughput", "NVIDIA B200"): one}).panels
+    [[first, second]] = panel.chart.to_dict()["datasets"].values()
+    sign = -1 if higher_is_better else 1
+    told = [first[end] for end in ("change", "low", "high")]
+    due = [math.exp(sign * cost) - 1 for cost in (0.03, -0.01, 0.05)]
+    assert told == pytest.approx(due), "a cost of 3 % is 3 % less of what is better if higher"
+    assert second["high"] is None, "a bound that was not shown is not drawn"
