@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,12 +67,25 @@ def test_a_machine_without_a_gpu_is_refused(
 def test_a_gated_source_that_is_wrong_once_ends_with_1(
     monkeypatch: pytest.MonkeyPatch, wrong_in: str, code: int
 ) -> None:
-    def run(argv: list[str], **_: Any) -> Any:
-        # The first query width alone, so that what is right follows what is wrong.
-        lines = [[q_len, int(argv[-1] == wrong_in and q_len == 1), 200] for q_len in (1, 4)]
-        return SimpleNamespace(stdout="\n".join(map(json.dumps, lines)))
+    class Started:
+        """A process of some source, or one beside them."""
+
+        returncode = 0
+
+        def __init__(self, command: list[str], **_: Any) -> None:
+            self.variant = command[command.index("--variant") + 1]
+
+        def communicate(self) -> tuple[str, None]:
+            # The first query width alone, so that what is right follows what is wrong.
+            lines = [[q_len, int(self.variant == wrong_in and q_len == 1), 200] for q_len in (1, 4)]
+            return "\n".join(map(json.dumps, lines)), None
+
+        def kill(self) -> None:
+            assert self.variant == "busy"
+
+        wait = kill
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr(split_keys.subprocess, "run", run)
+    monkeypatch.setattr(split_keys.subprocess, "Popen", Started)
     told = "a launch that only the gate should have kept right has another cause, once is enough"
-    assert main(["--beside", "0"]) == code, told
+    assert main(["--beside", "2"]) == code, told
