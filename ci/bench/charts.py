@@ -168,7 +168,8 @@ def percent_axis(title: str, domain: tuple[float, float] | None = None) -> dict[
     decade = 10.0 ** math.floor(math.log10(least))
     step = next(decade * n for n in (1, 2, 2.5, 5, 10) if decade * n >= least)
     ticks = [round(n * step, 9) for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
-    axis = alt.Axis(format="+.0%" if step >= 0.01 else "+.1%", values=ticks)
+    decimals = len(f"{100 * step:.9f}".rstrip("0").partition(".")[2])
+    axis = alt.Axis(format=f"+.{decimals}%", values=ticks)
     return {"title": title, "axis": axis, "scale": alt.Scale(domain=[low, high], nice=False)}
 
 

@@ -70,8 +70,9 @@ def smaller_is_better(rows: Sequence[CaseReport], figures: Sequence[LatencyFigur
 
 def _half_width(row: CaseReport) -> str:
     ends = (row.evidence.low, row.evidence.high)
-    width = max(abs(bound / row.evidence.ratio - 1) for bound in ends)
-    return f"{width:.4f}" if math.isfinite(width) else "∞"
+    if not all(map(math.isfinite, row.interval)):
+        return "∞"
+    return f"{max(abs(bound / row.evidence.ratio - 1) for bound in ends):.4f}"
 
 
 def openmetrics(rows: Sequence[CaseReport], figures: Sequence[LatencyFigure] = ()) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import altair as alt
@@ -79,8 +80,9 @@ def _marks(series: Series) -> list[dict[str, Any]]:
     marks = [{"mark": "epoch", "at": series.entries[place].night} for place in series.epochs[1:]]
     if series.change:
         marks.append({"mark": "suspected change", "at": series.change.night})
-    if series.alarms:
-        marks.append({"mark": "alarm", "at": series.entries[series.alarms[0]].night})
+    for start, end in pairwise([*series.epochs, len(series.entries)]):
+        if alarms := [n for n in series.alarms if start <= n < end]:
+            marks.append({"mark": "alarm", "at": series.entries[alarms[0]].night})
     return marks
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import groupby
 from xml.etree import ElementTree as Xml
@@ -16,6 +17,8 @@ ELEMENTS = {
     BenchVerdict.INCONCLUSIVE: "skipped",
 }
 """Element of a test case by its verdict; none where it passed."""
+NO_XML = re.compile(r"[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""What XML 1.0 cannot hold, escaped or not, such as the colours of a server's log."""
 
 
 def document(rows: Sequence[CaseReport]) -> str:
@@ -46,5 +49,6 @@ def _case(suite: Xml.Element, row: CaseReport) -> str | None:
         Xml.SubElement(properties, "property", name=name, value=number(value))
     outcome = ("error" if row.is_red else None) if row.is_control else ELEMENTS.get(row.verdict)
     if outcome:
-        Xml.SubElement(case, outcome, message=row.sentence, type=str(row.verdict))
+        message = NO_XML.sub("\N{REPLACEMENT CHARACTER}", row.sentence)
+        Xml.SubElement(case, outcome, message=message, type=str(row.verdict))
     return outcome

@@ -156,6 +156,7 @@ class Drive:
             for ticket in one.running:
                 self._cluster.withdraw(ticket)
             one.running.clear()
+            one.queue.clear()
             what = "all of it" if one.units is None else f"{len(one.units) - len(one.ended)} units"
             self._tell(f"{one.work}: no node in {self._wait_s:g} s; {what} stays unverified")
 

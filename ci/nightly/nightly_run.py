@@ -16,8 +16,8 @@ from harness.core.record import Record, read_records
 
 RECORDS = "records.jsonl"
 SUMMARY = "GITHUB_STEP_SUMMARY"
-SKIPPED = -1
-"""In place of an exit code: a stage that it needs did not succeed."""
+SKIPPED = 256
+"""In place of an exit code, which it is no process's: a stage that it needs did not succeed."""
 
 
 def run_stages(night: Sequence[Stage], folder: Path) -> dict[str, int]:

@@ -286,7 +286,7 @@ def run_size(
             ],
             sessions=len(sessions),
             start_s=design.servers(len(sessions)) * rehearsal.launch_s,
-            left_s=left_s,
+            left_s=max(0.0, left_s),  # A rehearsal may have taken more.
         )
 
     return min(map(sized, passes), key=lambda one: one.cost)

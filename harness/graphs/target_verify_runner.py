@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,13 +56,21 @@ class TargetVerifyRunner(GraphRunner[LogitsProcessorOutput, AttentionBackend]):
         if self.mode is ForwardMode.TARGET_VERIFY and mask is not None:
             field = Field(
                 name="custom_mask",
-                read=custom_mask,
+                read=partial(self._mask_of, len(mask.buffer)),
                 pad=True,
                 dtype=mask.buffer.dtype,
                 rows=Rows.ANY,
                 filled_after_draft=True,
             )
             self.inputs.adopt(field, mask.buffer)
+
+    def _mask_of(self, size: int, batch: ForwardBatch) -> torch.Tensor | None:
+        """The mask of a batch; of the backend's own buffer the ``size`` elements it had at capture.
+
+        A larger runner makes that buffer anew and longer; no bucket here needs more than it had.
+        """
+        mask, own = custom_mask(batch), self.attn_backend.verify_mask
+        return mask[:size] if mask is not None and own is not None and mask is own.buffer else mask
 
     def static_batch(self, extent: Extent) -> ForwardBatch:
         """A bucket's part of the static inputs."""

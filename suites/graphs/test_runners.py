@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from fixtures.toys.toy_graph import ToyBackend, shares_memory, toy_batch, toy_forward, toy_pools
-from harness.errors import ContractError
+from fixtures.toys.toy_scenes import MLAScene
+from harness.errors import CapacityError, ContractError
 from harness.graphs.effects import observe
 from harness.graphs.tape import Tape
-from harness.graphs.target_verify_runner import TargetVerifyRunner
+from harness.graphs.target_verify_runner import TargetVerifyRunner, custom_mask
 from harness.upstream.forward_batch_info import (
+    EagleVerifyInput,
     ForwardBatch,
     ForwardMode,
     LogitsProcessorOutput,
@@ -228,3 +230,30 @@ def test_plain_decode_is_the_same_runner_one_token_wide() -> None:
     batch = toy_batch(ForwardMode.DECODE, [4, 8, 6], [1, 1, 1])
     assert runner.replay(batch).next_token_logits.tolist() == spelled(batch, 1)
     assert runner.attn_backend.log[0] == "state 4 4"
+
+
+def test_a_verify_outlives_the_growth_of_its_backends_mask() -> None:
+    """A larger runner of the same backend takes a longer mask; graphs read the one before it."""
+    scene = MLAScene()
+    backend = scene.backend
+
+    def tell_the_mask(batch: ForwardBatch) -> LogitsProcessorOutput:
+        mask = custom_mask(batch)
+        assert mask is not None
+        told = mask[: batch.input_ids.shape[0], None].float()
+        return LogitsProcessorOutput(told, told)
+
+    pools = {"req_to_token_pool": scene.table, "token_to_kv_pool": scene.pool}
+    runner = make(forward=tell_the_mask, attn_backend=backend, capture_bs=(2,), **pools)
+    backend.init_cuda_graph_state(16, 16)
+    grown = backend.verify_mask.buffer
+    assert len(grown) > len(runner.buffers["custom_mask"])
+    grown.copy_(torch.arange(len(grown)) % 3 == 1)
+    batch = scene.batch(VERIFY, (WIDTH, WIDTH))
+    drafted = EagleVerifyInput(batch.input_ids, WIDTH, grown)
+    rule = "a verify captured before its backend's mask grew reads what the tree builder wrote"
+    try:
+        read = runner.replay(batch.with_changes(spec_info=drafted)).next_token_logits.flatten()
+    except CapacityError as error:
+        pytest.fail(f"{rule}: {error}")
+    assert read.tolist() == [0, 1, 0, 0, 1, 0], rule

@@ -110,6 +110,27 @@ def test_a_request_with_a_rid_in_use_is_refused_and_does_not_abort_the_running_o
     assert answers[0]["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+def test_who_left_and_comes_again_with_its_rid_gets_an_answer_of_its_own(embedded_server):
+    server, prompt = embedded_server, text(1, 20)
+    due = server.client.generate(prompt, 8)
+    left = {"input_ids": SHORT, "rid": "again", "stream": True, "sampling_params": sampling(server)}
+    again = {"input_ids": prompt, "rid": "again"}
+    again["sampling_params"] = sampling(server) | {"max_new_tokens": 8}
+
+    def answered() -> requests.Response:
+        return requests.post(f"{server.url}/generate", json=again, timeout=60)
+
+    with slowly(server):
+        with requests.post(f"{server.url}/generate", json=left, stream=True, timeout=60) as stream:
+            next(stream.iter_lines())
+        # Refused as long as it is not noticed that the first connection is closed.
+        answer = eventually(answered, lambda one: one.status_code != 400).json()
+        settled(server, SOON_S)
+    told = "the answer to a rid's second request has nothing of the first, which was left"
+    assert answer["meta_info"]["finish_reason"] == {"type": "length"}, told
+    assert tuple(answer["output_ids"]) == due.output_ids, told
+
+
 def test_a_request_beyond_the_most_that_are_served_is_refused(monkeypatch):
     monkeypatch.setattr(supervisor, "MOST_REQUESTS", 2)
 
@@ -117,7 +138,11 @@ def test_a_request_beyond_the_most_that_are_served_is_refused(monkeypatch):
         pytest.fail(f"one request too many is sent to the engine: {message}")
 
     serving = SimpleNamespace(
-        _requests=dict.fromkeys("ab"), _require_ready=lambda: None, _send=send, healthy=False
+        _requests=dict.fromkeys("ab"),
+        _keys={},
+        _require_ready=lambda: None,
+        _send=send,
+        healthy=False,
     )
 
     async def ask():
@@ -130,7 +155,7 @@ def test_a_request_beyond_the_most_that_are_served_is_refused(monkeypatch):
 
 def test_abort_all_aborts_every_request():
     aborted = []
-    waiting = SimpleNamespace(_requests=dict.fromkeys("abc"), abort=aborted.append)
+    waiting = SimpleNamespace(_keys=dict.fromkeys("abc"), abort=aborted.append)
     Supervisor.abort_all(waiting)
     assert aborted == ["a", "b", "c"], "abort_all aborts every request"
 

@@ -48,12 +48,13 @@ def read_manifest(folder: Path) -> Manifest:
 def _parsed(path: Path) -> Manifest:
     try:
         manifest: Manifest = json.loads(path.read_bytes())
+        # Before anything that another format may not have.
+        if (found := manifest["format"]) != GOLDEN_FORMAT:
+            raise GoldenError(f"{path} has format {found}, expected {GOLDEN_FORMAT}")
         expected = {f"{group}.{suffix}" for group in manifest["entries"] for suffix in SUFFIXES}
-        whole, found = manifest["files"].keys() == expected, manifest["format"]
+        whole = manifest["files"].keys() == expected
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise GoldenError(f"{path} is corrupt: {error!r}") from error
-    if found != GOLDEN_FORMAT:
-        raise GoldenError(f"{path} has format {found}, expected {GOLDEN_FORMAT}")
     if not whole:
         raise GoldenError(f"{path} is corrupt: its files are not those of its entries")
     return manifest

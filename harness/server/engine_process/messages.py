@@ -44,7 +44,15 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Submit:
-    """Queue a prompt; with ``stream`` every step sends progress, without it the last."""
+    """Queue a prompt; with ``stream`` every step sends progress, without it the last.
+
+    Args:
+        rid: a name that no other request had before it, in this and in the other messages.
+        input_ids: the prompt.
+        max_new_tokens: most that are generated.
+        ignore_eos: whether to continue after the end token.
+        stream: see above.
+    """
 
     rid: str
     input_ids: tuple[int, ...]

@@ -68,6 +68,7 @@ class Supervisor:
         self._tokenizer = _load_tokenizer(self._target / "tokenizer.json")
         self._context = multiprocessing.get_context("spawn")
         self._requests: dict[str, asyncio.Queue[Progress | Exception]] = {}
+        self._keys: dict[str, str] = {}
         self._replies: dict[int, asyncio.Future[Reply]] = {}
         self._tickets = itertools.count()
         self._flushing = self._closing = self._was_ready = False
@@ -154,13 +155,15 @@ class Supervisor:
     ) -> AsyncGenerator[Progress, None]:
         """As in ``EngineClient``."""
         self._require_ready()
-        if rid in self._requests:
+        if self._keys.get(rid, "") in self._requests:
             raise Refused(f"rid = {rid!r} is not accepted; accepted: one that is not in use")
         if len(self._requests) >= MOST_REQUESTS:
             raise Overloaded(f"{MOST_REQUESTS} requests are being served already")
-        queue = self._requests[rid] = asyncio.Queue()
+        # Who leaves may come again with its rid before the engine has said its last of the first.
+        key = self._keys[rid] = f"{rid}#{next(self._tickets)}"
+        queue = self._requests[key] = asyncio.Queue()
         try:
-            self._send(Submit(rid, tuple(input_ids), max_new_tokens, ignore_eos, stream))
+            self._send(Submit(key, tuple(input_ids), max_new_tokens, ignore_eos, stream))
             while True:
                 found = await queue.get()
                 if isinstance(found, Exception):
@@ -169,19 +172,22 @@ class Supervisor:
                 if found.finish_reason:
                     return
         finally:
-            if self._requests.pop(rid, None) is not None and self.healthy:
-                self._send(Abort(rid))
+            if self._keys.get(rid) == key:
+                del self._keys[rid]
+            if self._requests.pop(key, None) is not None and self.healthy:
+                self._send(Abort(key))
 
     def abort(self, rid: str) -> bool:
         """As in ``EngineClient``; the request is answered with the reason "abort"."""
-        known = rid in self._requests
+        key = self._keys.get(rid, "")
+        known = key in self._requests
         if known and self.healthy:
-            self._send(Abort(rid))
+            self._send(Abort(key))
         return known
 
     def abort_all(self) -> None:
         """As in ``EngineClient``."""
-        for rid in [*self._requests]:
+        for rid in [*self._keys]:
             self.abort(rid)
 
     def slow_down(self, seconds: float) -> None:
@@ -252,16 +258,16 @@ class Supervisor:
         elif event.ticket in self._replies:
             self._replies[event.ticket].set_result(event)
 
-    def _deliver(self, rid: str, found: Progress | Exception, *, last: bool) -> None:
-        queue = self._requests.pop(rid, None) if last else self._requests.get(rid)
+    def _deliver(self, key: str, found: Progress | Exception, *, last: bool) -> None:
+        queue = self._requests.pop(key, None) if last else self._requests.get(key)
         if queue is not None:
             queue.put_nowait(found)
 
     def _lost(self) -> None:
         self._ready.clear()
         loss = WorkerLost(f"the engine's process ended with {self._process.exitcode}")
-        for rid in [*self._requests]:
-            self._deliver(rid, loss, last=True)
+        for key in [*self._requests]:
+            self._deliver(key, loss, last=True)
         for future in self._replies.values():
             if not future.done():
                 future.set_exception(loss)

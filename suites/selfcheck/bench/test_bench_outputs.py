@@ -156,6 +156,15 @@ def test_junit_carries_the_numbers(moved: BenchReport) -> None:
     assert "B / A +5" in case.find("failure").attrib["message"]  # type: ignore[union-attr]
 
 
+def test_junit_is_xml_whatever_a_server_logged(moved: BenchReport) -> None:
+    row = moved.judged[0]
+    logged = "\x1b[31mout of memory\x1b[0m\x00, 4 \u2264 5"
+    odd = replace(row, finding=replace(row.finding, reasons=(logged,)))
+    [case] = cases(junit.document([odd])).values()
+    told = case[-1].get("message", "")
+    assert told.endswith("\ufffd[31mout of memory\ufffd[0m\ufffd, 4 \u2264 5"), told
+
+
 def test_few_blocks_are_inconclusive_and_skipped_with_a_message() -> None:
     few = bench_report({}, blocks=3, workloads=ONE)
     found = cases(junit.document([row for row in few.cases if not row.is_control]))
@@ -286,6 +295,19 @@ def test_ten_annotations_of_every_level_are_shown(moved: BenchReport) -> None:
     assert [levels.count(name) for name in ("::error", "::warning", "::notice")] == [10] * 3, said
 
 
+@pytest.mark.parametrize("dropped", [52, 47, 70])
+def test_a_summary_with_a_long_head_ends_with_its_link_and_counts_its_rows(
+    moved: BenchReport, monkeypatch: pytest.MonkeyPatch, dropped: int
+) -> None:
+    lines = [f"candidate w{number}: 1 of 9 blocks dropped: busy" for number in range(dropped)]
+    monkeypatch.setattr(BenchReport, "dropped", lines)
+    text = github.summary(moved, link="bench.html")
+    rows = sum(f"| {row.case} |" in text for row in moved.judged)
+    assert text.splitlines()[-1] == "[The whole report](bench.html)"
+    assert len(text.splitlines()) <= github.MOST_LINES
+    assert f"… and {3 - rows} more in the report." in text, "three cases are not ok"
+
+
 def test_annotations_keep_to_one_line(moved: BenchReport) -> None:
     [row] = [row for row in moved.judged if row.case == f"{BS8}/tpot"]
     named = replace(row.workload, id="a,b:c\nd%")
@@ -325,6 +347,18 @@ def test_a_range_reaches_the_farther_end_of_its_interval(
     )
     told = f"an interval of {low} to {high} around 1 is no wider than ± 0.1, and no narrower"
     assert entry["range"] == "± 0.1000", told
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.1), (0.9, math.inf)])
+def test_a_range_without_an_end_is_told_as_such(
+    moved: BenchReport, low: float, high: float
+) -> None:
+    row = moved.judged[0]
+    evidence = replace(row.evidence, ratio=1.0, low=low, high=high)
+    [entry] = json.loads(
+        exports.smaller_is_better([replace(row, finding=replace(row.finding, evidence=evidence))])
+    )
+    assert entry["range"] == "± ∞", "one end of the interval is not bounded"
 
 
 def test_pytorch_records_have_the_number_of_every_trial(moved: BenchReport) -> None:
@@ -607,6 +641,19 @@ def test_ticks_of_a_percent_axis_are_few_and_inside() -> None:
         assert 2 <= len(ticks) <= charts.MOST_TICKS + 1
         assert domain[0] <= min(ticks) <= max(ticks) <= domain[1]
         assert axis["format"] == ("+.1%" if domain[1] == 0.004 else "+.0%")
+
+
+@pytest.mark.parametrize(
+    ("end", "labels"),
+    [
+        (0.056, ["-5.0%", "-2.5%", "+0.0%", "+2.5%", "+5.0%"]),
+        (0.0011, ["-0.10%", "-0.05%", "+0.00%", "+0.05%", "+0.10%"]),
+        (0.25, ["-20%", "-10%", "+0%", "+10%", "+20%"]),
+    ],
+)
+def test_a_tick_stands_where_its_label_says(end: float, labels: list[str]) -> None:
+    axis = charts.percent_axis("x", (-end, end))["axis"].to_dict()
+    assert [f"{tick:{axis['format']}}" for tick in axis["values"]] == labels
 
 
 def test_page_is_one_offline_document_with_every_plot(moved: BenchReport, followed: str) -> None:

@@ -205,6 +205,7 @@ def test_where_not_all_fits_passes_are_chosen_by_what_the_blocks_that_fit_find()
     said = "a rehearsal that took more than all the time leaves none for a block"
     assert late.blocks == 0, said
     assert "0 blocks of each session fit and would find nothing (small)" in late.told[-1], said
+    assert "cannot in the 0 min that are left" in late.told[-1], "no time is less than none"
 
 
 def test_what_the_first_warm_up_compiles_is_no_later_warm_ups():

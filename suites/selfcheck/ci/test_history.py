@@ -227,6 +227,15 @@ def test_image_is_the_software_of_both_arms() -> None:
     assert image(gpu) == "platform Linux, driver 580.1, cuda 13.0, torch 2.13.0"
 
 
+def test_plot_marks_the_first_alarm_of_every_epoch() -> None:
+    nights = by_e(1.0, 400.0, 1.0, 1.0, 400.0, 1.0)
+    nights[3:] = [replace(entry, pin="sglang 0.5.15") for entry in nights[3:]]
+    [panel] = history_plots.history({("bs8/tpot", "NVIDIA B200"): history.series(nights)}).panels
+    tables = panel.chart.to_dict()["datasets"].values()
+    alarms = [row["at"] for rows in tables for row in rows if row.get("mark") == "alarm"]
+    assert alarms == [nights[1].night, nights[4].night], "what is noted as an alarm is marked"
+
+
 def test_plot_marks_epochs_changes_and_alarms() -> None:
     step = [
         replace(n, e=9.0 if place >= 24 else 0.5) for place, n in enumerate(noisy(32, 24, 0.03))

@@ -179,6 +179,14 @@ def test_a_failed_stage_stops_those_that_need_it(tmp_path: Path) -> None:
     assert nightly_run.lines(codes, [])[:2] == told
 
 
+@pytest.mark.parametrize("code", [1, 255, -1, -9])
+def test_a_stage_that_ran_was_not_skipped(tmp_path: Path, code: int) -> None:
+    signalled = f"import os; os.kill(os.getpid(), {-code})"
+    ends = f"raise SystemExit({code})" if code > 0 else signalled
+    codes = nightly_run.run_stages([Stage("one", python(ends))], tmp_path)
+    assert nightly_run.lines(codes, []) == [f"one: ended with {code}"]
+
+
 def test_the_trials_of_a_night_are_counted() -> None:
     refused = trial("two", Verdict.REFUSED, message="no such kernel", planned=3)
     ran = [trial("one", planned=3), refused, trial("three", Verdict.WRONG_NUMBERS, planned=3)]

@@ -229,6 +229,29 @@ def test_a_kind_without_a_node_is_waited_for_and_then_told() -> None:
     assert 5.0 <= cluster.clock <= 7.0
 
 
+def test_what_was_given_up_is_not_begun_when_a_node_comes_after_all() -> None:
+    units, begun = tuple(f"u{i}" for i in range(60)), list[float]()
+
+    class ComesTooLate(ScriptedCluster):
+        def slots(self, work: LaneWork) -> int:
+            return 0 if work.kind == "sm90" and 2 <= self.clock < 10 else 1
+
+        def submit(self, work: LaneWork, units: tuple[str, ...] | None) -> Hashable:
+            begun.append(self.clock if work.kind == "sm90" else 0.0)
+            return super().submit(work, units)
+
+    def answer(question: Question) -> Answer:
+        return usual(question[1]) if question[1] else Plan(units=units, node=HERE)
+
+    other = LaneWork(lane="run", kind="sm100", argv=())
+    cluster = ComesTooLate(answer)
+    ran = Ran(cluster, works=[WORK, other], wait_s=5.0)
+    assert any("no node in 5 s" in line for line in ran.told), ran.told
+    assert cluster.clock > 10, "the other kind is busy when the node comes"
+    told = "of a kind that was told to stay unverified no batch is handed over any more"
+    assert max(begun) < 8, f"{told}: {begun}"
+
+
 def test_each_absence_of_a_node_is_waited_for_by_itself() -> None:
     class ComesAndGoes(ScriptedCluster):
         def slots(self, work: LaneWork) -> int:

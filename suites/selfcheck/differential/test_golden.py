@@ -145,6 +145,11 @@ def recorded_as_if_meant(data):
         ),
         (
             "manifest.json",
+            lambda p: p.write_text('{"format": 1, "goldens": {}}'),
+            r"manifest\.json has format 1, expected 2",
+        ),
+        (
+            "manifest.json",
             edit_manifest(lambda d: d["files"].pop("mha.json")),
             r"manifest\.json is corrupt: its files are not those of its entries",
         ),
