@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +22,7 @@ from ci.bench.charts import (
     verdict_keys,
     verdicts,
 )
-from ci.bench.history import Entry, Series
+from ci.bench.history import Series
 from harness.bench.wording import percent
 
 EVENT_MARKS = {"epoch": ("┊", [2, 3]), "suspected change": ("╎", [6, 3]), "alarm": ("│", [1, 0])}
@@ -115,10 +115,3 @@ def _heat_map(cells: list[dict[str, Any]]) -> Any:
     )
     width = max(WIDTH, WIDTH - 2 * COLUMN + COLUMN * len(skus))
     return layers.properties(width=width, height=ROW * len(metrics) + 30)
-
-
-def last_nights(entries: Iterable[Entry], most: int = 90) -> list[Entry]:
-    """The entries of the last nights, so that a plot stays readable."""
-    known = list(entries)
-    nights = sorted({entry.night for entry in known})[-most:]
-    return [entry for entry in known if entry.night in set(nights)]

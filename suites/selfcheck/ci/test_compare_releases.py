@@ -488,6 +488,10 @@ def test_only_whole_runs_of_a_clean_checkout_are_used_again(
         (["0.5.22"], "NEW = None is not accepted"),
         (["0.5.22", "/nope"], "release = '/nope' is not accepted; accepted: 0.5.12, "),
         (["0.5.22", "0.5.23", "--like", "0.1"], "argument --like: invalid choice: '0.1'"),
+        (
+            ["0.5.20", "0.5.23", "--source", "elsewhere"],
+            "--source = 'elsewhere' is not accepted; accepted: NEW or --source, not both",
+        ),
     ],
 )
 def test_bad_input_is_one_line(
