@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,9 +87,9 @@ class SGLangSubject(Subject):
     def reproduce(self, trial: str) -> str:
         """See ``Subject``."""
         others = "" if self.classes.is_trtllm else " --all-backends"
-        source = f" --source {self.source}" if self.source else ""
+        source = f" --source {shlex.quote(str(self.source))}" if self.source else ""
         unpacked = os.environ.get(FOLDER)
-        where = f"{FOLDER}={unpacked} " if unpacked else ""
+        where = f"{FOLDER}={shlex.quote(unpacked)} " if unpacked else ""
         return f"{where}specgate upstream {self.release.version}{others}{source} -k '{trial}'"
 
     def environment(self, device: torch.device | str) -> Environment:

@@ -16,6 +16,8 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from harness.core.case import Case, Execution
 from harness.core.record import Record, Verdict
 from harness.differential.trial import run_trial, untried
@@ -33,6 +35,7 @@ class TrialProcess:
         is_known: whether a red record is expected, and not worth a second run.
         patience_s: seconds after which a trial is given up.
         start: "fork" of this process, which has imported what trials need, or "spawn".
+        device: of the trials, which the record of one that ended its process names, too.
     """
 
     def __init__(
@@ -41,10 +44,12 @@ class TrialProcess:
         is_known: Callable[[Record], bool] = lambda record: False,
         patience_s: float = PATIENCE_S,
         start: str = "fork",
+        device: torch.device | str = "cpu",
     ) -> None:
         self._run = run
         self._is_known = is_known
         self._patience_s = patience_s
+        self._device = device
         self._context: Any = multiprocessing.get_context(start)
         self._child: Any = None
         self._pipe: Connection | None = None
@@ -74,13 +79,17 @@ class TrialProcess:
             self._pipe.send(trial)
             if not self._pipe.poll(self._patience_s):
                 self.close()
-                return _failed(trial, f"no answer within {self._patience_s:g} s")
+                return self._failed(trial, f"no answer within {self._patience_s:g} s")
             record: Record = self._pipe.recv()
         except (EOFError, OSError):  # it ended in the trial, or before it read it
             self._child.join()
             code, self._child = self._child.exitcode, None
-            return _failed(trial, f"the process ended by {_ending(code)}")
+            return self._failed(trial, f"the process ended by {_ending(code)}")
         return record
+
+    def _failed(self, trial: Trial, message: str) -> Record:
+        lost = untried(*trial, self._device)
+        return replace(lost, verdict=Verdict.ERROR, message=message)
 
     def _start(self) -> None:
         self._pipe, theirs = self._context.Pipe()
@@ -107,7 +116,3 @@ def _serve(
 
 def _ending(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-
-
-def _failed(trial: Trial, message: str) -> Record:
-    return replace(untried(*trial), verdict=Verdict.ERROR, message=message)

@@ -48,9 +48,16 @@ def judge(
         golden: of the row, where one is recorded.
     """
     inputs, case, batch = result.inputs, result.inputs.case, result.inputs.tested
+    violations = [*check_semaphores(workspaces), *_violations(result, execution, conventions)]
+    comparisons = [_broken(line) for line in violations]
+    operations = [_broken(line) for line in result.operations]
     fed = None
     if isinstance(result.output, DraftOutput):
-        fed = result.output.draft_tokens[:, :-1]
+        drafted, due = result.output.draft_tokens, (case.bs, case.num_steps)
+        if drafted.shape != due:
+            # What it fed itself is not known, and its answer is one to that.
+            return [*comparisons, _misshapen("draft_tokens", drafted, due), *operations]
+        fed = drafted[:, :-1]
     expected = expect(
         inputs,
         fed_tokens=fed,
@@ -58,8 +65,6 @@ def judge(
         execution=execution,
         device=result.pool_state.device,
     )
-    violations = [*check_semaphores(workspaces), *_violations(result, execution, conventions)]
-    comparisons = [_broken(line) for line in violations]
     obtained, factor = _answer(result), numerics.budget(case, execution)
     numbers = list(_numbers(obtained, expected, batch, factor))
     comparisons += numbers
@@ -82,12 +87,19 @@ def judge(
             _rows(batch),
             oracle_agrees=all(comparison.passed for comparison in numbers),
         )
-    return comparisons + [_broken(line) for line in result.operations]
+    return comparisons + operations
 
 
 def _broken(line: str) -> Comparison:
     return Comparison(
         quantity="invariant", verdict=Verdict.BROKEN_INVARIANT, error=torch.inf, message=line
+    )
+
+
+def _misshapen(quantity: str, obtained: torch.Tensor, due: tuple[int, ...]) -> Comparison:
+    message = f"{quantity}: obtained shape {list(obtained.shape)}, expected {list(due)}"
+    return Comparison(
+        quantity=quantity, verdict=Verdict.WRONG_SHAPE, error=torch.inf, message=message
     )
 
 
@@ -215,10 +227,9 @@ def _draft_tokens(
     output: DraftOutput, batch: BatchInputs, expected: Expected, tie: float
 ) -> Comparison:
     """The first token is the given one; each other is the oracle's choice after the ones before."""
-    case, steps = batch.case, batch.case.num_steps - 1
     given = torch.stack([tokens[0] for tokens in batch.new_tokens])
     drafted = output.draft_tokens.cpu()
-    if drafted.shape != (case.bs, steps + 1) or not torch.equal(drafted[:, 0], given):
+    if not torch.equal(drafted[:, 0], given):
         message = f"draft_tokens: first tokens {drafted[:, 0].tolist()}, expected {given.tolist()}"
         return Comparison(
             quantity="draft_tokens", verdict=Verdict.WRONG_TOKENS, error=torch.inf, message=message

@@ -78,7 +78,9 @@ def _changes(case: Case) -> Iterator[dict[str, Any]]:
     yield {"num_q_heads": case.num_kv_heads}
     yield {"num_q_heads": case.num_q_heads // case.num_kv_heads, "num_kv_heads": 1}
     if case.bs:
-        yield {"capture_bs": (min(bs for bs in case.capture_bs if bs >= case.bs),)}
+        # Prefill has no graph, and may have more requests than any is captured for.
+        own = min((bs for bs in case.capture_bs if bs >= case.bs), default=case.bs)
+        yield {"capture_bs": (own,)}
         yield {"capture_bs": (case.bs,)}
     yield from ({"page_size": size} for size in PAGE_SIZES if size < case.page_size)
     yield from _widths(case)

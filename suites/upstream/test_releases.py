@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from fixtures.drivers.cuda_trials import cuda_trial, keeps_device
 from fixtures.drivers.imported_release import import_release
 from fixtures.drivers.release_effects import count_effects
 from fixtures.plan import effect_trials, upstream_trials
+from fixtures.pytest_plugin.run_again import run_again
 from fixtures.tables.findings import EFFECTS, FINDINGS, find_finding
 from harness.core.case import Case, Execution
 from harness.core.record import Record, Verdict
@@ -67,7 +69,9 @@ def trial_process(request: pytest.FixtureRequest, device: torch.device) -> Itera
     """Runs trials in forks of a process that has imported the release; on CUDA in a new process."""
     if device.type == "cuda":
         run = partial(cuda_trial, device=str(device))
-        process = TrialProcess(run, keeps_device, patience_s=COMPILING_S, start="spawn")
+        process = TrialProcess(
+            run, keeps_device, patience_s=COMPILING_S, start="spawn", device=device
+        )
     else:
         request.getfixturevalue("released")
         process = TrialProcess(is_known=lambda record: find_finding(record, FINDINGS) is not None)
@@ -90,9 +94,12 @@ def test_case(
     trial_process: TrialProcess,
     device: torch.device,
     record_trial: Callable[[Record], None],
+    pytestconfig: pytest.Config,
 ) -> None:
-    record_trial(untried(case, subject, execution, device))
-    record = trial_process.run(case, subject, execution)
+    blank = untried(case, subject, execution, device)
+    command = run_again(blank.reproduce, pytestconfig)
+    record_trial(replace(blank, reproduce=command))
+    record = replace(trial_process.run(case, subject, execution), reproduce=command)
     record_trial(record)
     if record.verdict is Verdict.REFUSED:
         pytest.skip(record.message)

@@ -13,11 +13,13 @@ from harness.attention.metadata import packed_causal_mask
 from harness.core.capability import (
     FLASH_MLA,
     REFERENCE,
+    SGLANG_CAPABILITIES,
     TRTLLM_GEN_MHA,
     TRTLLM_GEN_MLA,
     XQA,
     Capability,
 )
+from harness.core.case import Family
 from harness.errors import KernelRefusal
 from harness.kernels.interface import ContextCall, DecodeCall
 from harness.kernels.reference import TorchPaged
@@ -298,3 +300,14 @@ def test_fp8_query_where_the_kernel_wants_one() -> None:
     call |= fp8_cache(call)
     TorchPaged(TRTLLM_GEN_MHA).decode(DecodeCall(**call | {"q": call["q"].to(FP8)}))
     TorchPaged(XQA).decode(DecodeCall(**call))
+
+
+def test_the_unlimited_kernel_of_sglang_s_backends_reads_a_query_by_its_strides() -> None:
+    call = decode_call()
+    strided = call | strided_query(call)
+    assert not strided["q"].is_contiguous()
+    kernel = TorchPaged(SGLANG_CAPABILITIES[Family.MHA, REFERENCE.name])
+    try:
+        kernel.decode(DecodeCall(**strided))
+    except KernelRefusal as error:
+        pytest.fail(f"sglang hands trtllm-gen a slice of its projection, and no kernel {error}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from fixtures.tables import find
 from harness.core.case import Execution
 from harness.plugin_subjects import plugin_subjects
+from harness.sglang.backend import FLASHINFER_MHA
 from harness.sglang.releases import RELEASES
 from harness.sglang_subjects import SGLangSubject, sglang_subjects
 
@@ -38,6 +41,17 @@ def test_what_a_release_does_not_produce_is_refused(
     assert (found is None) if reason is None else reason in (found or ""), f"{told}, not {found}"
 
 
+def test_flashinfer_has_no_graph_of_a_draft_extend_v2_while_there_is_v1() -> None:
+    case = find("mha-draft_extend_v2-bs2_ragged")
+    refusing = {
+        version
+        for version, release in RELEASES.items()
+        for one in sglang_subjects(release)
+        if one.classes == FLASHINFER_MHA and one.refusal(case, Execution.GRAPH)
+    }
+    assert refusing == {"0.5.12", "0.5.13"}, "releases without v1 run it as a graph, too"
+
+
 def test_the_query_is_scaled_by_its_batch_in_one_release() -> None:
     scaling = {
         version
@@ -53,3 +67,6 @@ def test_the_query_is_scaled_by_its_batch_in_one_release() -> None:
 def test_releases_that_load_no_plugins_have_no_rows_of_ours() -> None:
     without = [version for version, release in RELEASES.items() if not plugin_subjects(release)]
     assert without == ["0.5.12", "0.5.13"]
+    said = "a checkout loads plugins where the release that it is closest to does"
+    for version in without:
+        assert plugin_subjects(RELEASES[version], Path("checkout")) == (), said

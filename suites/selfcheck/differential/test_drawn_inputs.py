@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from fixtures.tables import find
-from harness.differential import pool_state
+from harness.differential import dense, pool_state
 from harness.differential.forward_batches import make_batch, pad_batch
 from harness.differential.inputs import make_trial_inputs
 from harness.differential.pool_state import make_pool_state
 from harness.differential.probe_model import rotate
 from harness.differential.traced_inputs import FIRST_TRACED
-from harness.upstream.forward_batch_info import EagleDraftExtendInput
+from harness.upstream.forward_batch_info import EagleDraftExtendInput, EagleDraftInput
 
 
 @pytest.mark.parametrize(("prefix", "evicted"), [(51, 1), (52, 2), (53, 2), (67, 2), (68, 3)])
@@ -47,6 +47,19 @@ def test_a_history_is_the_same_whether_it_is_written_whole_or_request_by_request
         assert same, f"{name} holds every request's history, however long all of them are"
 
 
+@pytest.mark.parametrize("row", ["mha-decode-fp8_cache", "mla-decode-fp8_cache"])
+def test_a_history_is_the_same_however_few_tokens_are_cast_at_once(
+    row: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = make_trial_inputs(find(row))
+    rows = make_pool_state(inputs).buffers()
+    pool_state._shared_rows.cache_clear()
+    monkeypatch.setattr(dense, "TOKENS_AT_ONCE", 3)
+    for name, buffer in make_pool_state(inputs).buffers().items():
+        same = torch.equal(buffer.view(torch.uint8), rows[name].view(torch.uint8))
+        assert same, f"{name} holds the whole history, cast in parts of three tokens or at once"
+
+
 def test_dp_padding_that_fills_no_request_is_one_more() -> None:
     inputs = make_trial_inputs(find("mha-target_verify-bs2_ragged"))
     batch = make_batch(make_pool_state(inputs), inputs.tested)
@@ -54,6 +67,17 @@ def test_dp_padding_that_fills_no_request_is_one_more() -> None:
     said = "five rows are a request of four and one that is begun"
     assert (padded.batch_size, padded.seq_lens.tolist()[2:]) == (2 + 2, [0, 0]), said
     assert len(padded.input_ids) == len(batch.input_ids) + 5
+
+
+def test_dp_padding_gives_every_field_of_a_draft_its_rows() -> None:
+    inputs = make_trial_inputs(find("mha-multi_step_draft-bs2_ragged"))
+    padded = pad_batch(make_batch(make_pool_state(inputs), inputs.tested), rows=3, width=1)
+    spec = padded.spec_info
+    assert isinstance(spec, EagleDraftInput)
+    fields = {"topk_index": spec.topk_index, "topk_p": spec.topk_p, "hidden": spec.hidden_states}
+    found = {name: None if tensor is None else len(tensor) for name, tensor in fields.items()}
+    said = "two requests and three rows of padding have as many drafts, probabilities and states"
+    assert found == dict.fromkeys(fields, 2 + 3), f"{said}: {found}"
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,16 @@ def test_a_trial_that_never_ran_is_one_of_its_own_device() -> None:
     assert (lost.device, lost.environment.device) == ("cpu:0", "cpu:0"), said
 
 
+@pytest.mark.parametrize("case", ["exit-3", "hang"])
+def test_a_lost_trial_keeps_its_device(case: str) -> None:
+    with closing(TrialProcess(acted, patience_s=2, device="cpu:0")) as process:
+        lost = run(process, case)
+    said = (
+        "a trial that ended its process, or never came back, is told of the device that it ran on"
+    )
+    assert (lost.device, lost.environment.device) == ("cpu:0", "cpu:0"), said
+
+
 def test_what_an_earlier_trial_left_decides_no_verdict(process: TrialProcess) -> None:
     first = run(process, "first")
     second = run(process, "second")

@@ -88,6 +88,21 @@ def test_a_draft_that_proposes_another_token_than_its_best(execution: Execution)
     assert found[-1].message.startswith(message)
 
 
+def test_a_draft_that_hands_out_too_few_tokens_is_told_its_shape() -> None:
+    case = find("mha-multi_step_draft-bs2_ragged")
+    right = run_forward(MHA, make_trial_inputs(case), EAGER)
+    assert isinstance(right.output, DraftOutput)
+    short = replace(right.output, draft_tokens=right.output.draft_tokens[:, :-1])
+    said = "a draft that lacks a token is told that, and not judged by others than it fed itself"
+    try:
+        found = judge(replace(right, output=short), EAGER, MHA.numerics("cpu"), workspaces=())
+    except RuntimeError as error:
+        pytest.fail(f"{said}, and the judge ends with no {error!r}")
+    told = [(c.verdict, c.message) for c in found if not c.passed]
+    due = [(Verdict.WRONG_SHAPE, "draft_tokens: obtained shape [2, 4], expected [2, 5]")]
+    assert told == due, f"{said}: {told}"
+
+
 def test_the_tie_of_a_drafted_token_is_wider_where_the_query_is_scaled_alone() -> None:
     case = find("mha-multi_step_draft-fp16_fp8_cache")
     result = run_forward(XQA, make_trial_inputs(case, *decoys(case)), EAGER)
@@ -136,6 +151,23 @@ def test_a_probability_of_the_top_1_is_judged_in_every_request(request_id: int) 
     is_told = [(c.quantity, c.verdict) for c in found if not c.passed]
     said = f"a probability is wrong in request {request_id} alone, whatever the others are"
     assert is_told == [("topk", Verdict.WRONG_NUMBERS)], said
+
+
+def test_a_wrong_top_1_is_told_with_the_row_of_its_request() -> None:
+    case = find("mha-draft_extend_v1-accept_1_3")
+    right = run_forward(MHA, make_trial_inputs(case, *decoys(case)), GRAPH)
+    assert isinstance(right.output, LogitsProcessorOutput)
+    assert right.output.topk_index is not None
+    # Of the accepted rows 0 and 1..3 the second request's last is row 3.
+    last = right.output.next_token_logits[3]
+    handed_out = right.output.topk_index.clone()
+    handed_out[1] = worst = int(last.argmin())
+    wrong = replace(right, output=replace(right.output, topk_index=handed_out))
+    found = judge(wrong, GRAPH, MHA.numerics("cpu"), workspaces=())
+    told = [c.message for c in found if not c.passed]
+    said = "a wrong top-1 is told with the token, the row of its request and the oracle's token"
+    due = f"topk: token {worst} at row 1, expected {int(last.argmax())}"
+    assert told == [due], f"{said}: {told}"
 
 
 @pytest.mark.parametrize("field", ["topk_p", "topk_index"])

@@ -14,7 +14,8 @@ from harness.core.case import Case, Execution, Inputs
 from harness.differential import diagnose
 from harness.differential.dense import dense_rows
 from harness.differential.diagnose import KeysRead, _faults, keys_read, rotation
-from harness.differential.forward import decoys, run_forward
+from harness.differential.forward import ForwardResult, decoys, run_forward
+from harness.differential.input_types import TrialInputs
 from harness.differential.inputs import make_trial_inputs
 from harness.differential.probe_model import ProbeModel
 from harness.differential.traced_inputs import (
@@ -262,6 +263,22 @@ def test_keys_that_no_pass_traced_are_not_told_as_missed(monkeypatch: pytest.Mon
     found = keys_read(case, MHA, EAGER)
     said = "a query that read all of a long case's traced keys is told without a fault"
     assert found.startswith(RIGHT), f"{said}: {found}"
+
+
+def test_a_long_case_runs_no_more_passes_than_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+
+    def counted(subject: Subject, inputs: TrialInputs, *where: Any) -> ForwardResult:
+        runs.append(len(inputs.traced))
+        return run_forward(subject, inputs, *where)
+
+    monkeypatch.setattr(diagnose, "run_forward", counted)
+    monkeypatch.setattr(diagnose, "MAX_PASSES", 2)
+    # 405 keys are four passes of up to 124.
+    keys_read(traced_case(prefix_lens=(400, 3), max_context_len=512), MHA, EAGER)
+    assert runs == [124, 124], (
+        f"a diagnosis ends after MAX_PASSES runs, however long the case: {runs}"
+    )
 
 
 def test_decoys_are_one_token() -> None:

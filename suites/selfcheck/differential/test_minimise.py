@@ -47,6 +47,22 @@ def test_a_length_is_tried_from_the_shortest_to_one_less() -> None:
     assert tried == [(0,), (1,), (50,), (68,), (99,)]
 
 
+def test_a_prefill_of_more_requests_than_any_graph_is_made_smaller() -> None:
+    case = Case(
+        id="large-prefill",
+        family=Family.MHA,
+        mode=Mode.EXTEND,
+        prefix_lens=(3,) * 9,
+        extend_lens=(2,) * 9,
+        capture_bs=(1, 8),
+    )
+    try:
+        captured = {step.capture_bs for step in reductions(case)}
+    except ValueError as error:
+        pytest.fail(f"nine requests where eight are captured end with no {error!r}")
+    assert captured == {(1, 8), (9,)}
+
+
 def test_only_what_the_fault_needs_is_left() -> None:
     def is_red(case: Case) -> bool:
         return case.bs >= 2 and max(case.prefix_lens) > case.page_size

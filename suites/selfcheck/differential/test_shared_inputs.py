@@ -19,7 +19,12 @@ from harness.differential.trial import run_trial
 from harness.subjects import SUBJECTS
 from harness.upstream.forward_batch_info import ForwardBatch
 
-SHARED = ((inputs, "_requests"), (pool_state, "_shared_rows"), (expected, "_expected"))
+SHARED = (
+    (inputs, "_requests"),
+    (inputs, "_weights"),
+    (pool_state, "_shared_rows"),
+    (expected, "_expected"),
+)
 # What is float32 as it was drawn needs no cast on its way to the batch.
 ROWS = (
     ("trtllm_mha/xqa", "mha-decode-fp8_cache"),

@@ -231,6 +231,22 @@ def test_experts_are_chosen_by_group_and_weighted_by_affinity():
         assert chosen == [0, 3], f"{said}: experts [0, 3], not {chosen}"
 
 
+def test_experts_whose_groups_are_null_are_one_group():
+    weights = OracleWeights(
+        {
+            "gate.weight": torch.tensor([[0.0], [3.0], [1.0], [2.0]]),
+            "gate.e_score_correction_bias": torch.zeros(4),
+        }
+    )
+    config = {"num_experts_per_tok": 2, "n_group": None, "topk_group": None}
+    said = "a checkpoint that writes null for n_group and topk_group closes no expert out"
+    try:
+        share = route(weights, torch.ones(1, 1), config)
+    except TypeError as error:
+        pytest.fail(f"{said}, and ends with no {error!r}")
+    assert share[0].nonzero().flatten().tolist() == [1, 3], said
+
+
 @pytest.mark.parametrize("shared", [0, 1])
 def test_experts_add_up(shared):
     shapes = {"gate.weight": (6, 12), "gate.e_score_correction_bias": (6,)}

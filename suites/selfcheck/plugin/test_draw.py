@@ -78,15 +78,16 @@ def test_the_command_of_a_row_of_triples_has_their_option(run: Run, tmp_path: Pa
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("cpu", 2, None), ""),
-        (("cuda:1", 2, None), " --device cuda"),
-        (("cpu", 0, 7), " --covering 0 --draw 7"),
+        (("cpu", 2, None, None), ""),
+        (("cuda:1", 2, None, None), " --device cuda"),
+        (("cpu", 0, 7, None), " --covering 0 --draw 7"),
+        (("cpu", 2, None, Path("a checkout")), " --flashinfer 'a checkout'"),
     ],
 )
 def test_a_command_has_the_options_that_are_not_usual(
-    options: tuple[str, int, int | None], words: str
+    options: tuple[str, int, int | None, Path | None], words: str
 ) -> None:
-    names = ("--device", "--covering", "--draw")
+    names = ("--device", "--covering", "--draw", "--flashinfer")
     asked = cast(
         "pytest.Config",
         SimpleNamespace(getoption=dict(zip(names, options, strict=True)).__getitem__),

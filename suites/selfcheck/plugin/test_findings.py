@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from fixtures import upstream
 from fixtures.fakes.sample_records import trial
@@ -17,11 +21,14 @@ from fixtures.upstream import unseen_findings, verdict_tables
 from harness.core.capability import refusal
 from harness.core.case import Execution, Mode
 from harness.core.record import Record, Verdict, write_records
+from harness.differential.isolated import TrialProcess
+from harness.differential.trial import untried
 from harness.errors import UsageError
 from harness.sglang.context import INTERPRETED
-from harness.sglang.releases import RELEASES, Release, find_release
+from harness.sglang.releases import FOLDER, RELEASES, Release, find_release
 from harness.sglang_subjects import SGLangSubject, sglang_subjects
 from harness.subjects import REFERENCE
+from suites.upstream import test_releases as releases
 
 FINDING = Finding(
     id="wall",
@@ -239,6 +246,44 @@ def test_a_trial_of_a_release_names_the_release_or_the_checkout(tmp_path: Path) 
     assert released.environment("cpu").sglang == "0.5.18"
     assert checkout.environment("cpu").sglang == f"0.5.18 at {tmp_path}"
     assert f"upstream 0.5.18 --source {tmp_path} -k 'x'" in checkout.reproduce("x")
+
+
+def test_a_command_finds_folders_whose_names_have_spaces(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path / "all releases"))
+    checkout = sglang_subjects(find_release("0.5.18"), tmp_path / "my checkout")[0]
+    where, *words = shlex.split(checkout.reproduce("x"))
+    assert where == f"{FOLDER}={tmp_path / 'all releases'}"
+    assert words == [
+        "specgate",
+        "upstream",
+        "0.5.18",
+        "--source",
+        f"{tmp_path}/my checkout",
+        "-k",
+        "x",
+    ]
+
+
+def test_a_release_s_trial_on_a_gpu_is_run_again_there(pytestconfig: pytest.Config) -> None:
+    case, subject = CASES["mha-decode-bs2_ragged"], sglang_subjects(find_release("0.5.18"))[0]
+    options = {"--device": "cuda:1"}
+    asked = cast(
+        "pytest.Config",
+        SimpleNamespace(getoption=lambda name: options.get(name) or pytestconfig.getoption(name)),
+    )
+    kept: list[Record] = []
+
+    def run(*one: Any) -> Record:
+        return replace(untried(*one), verdict=Verdict.PASSED)
+
+    process = cast("TrialProcess", SimpleNamespace(run=run))
+    cpu = torch.device("cpu")
+    releases.test_case(case, subject, Execution.GRAPH, process, cpu, kept.append, asked)
+    said = "the command of a release's trial on a GPU names the device, before and after the trial"
+    ends = [record.reproduce.partition("-k ")[2].partition(" ")[2] for record in kept]
+    assert ends == ["--device cuda"] * 2, f"{said}: {ends}"
 
 
 def test_on_cuda_nothing_is_installed_and_records_have_a_folder_of_their_own(
