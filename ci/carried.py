@@ -53,8 +53,8 @@ def unpack(path: Path) -> list[Record]:
     """The records of a file.
 
     Raises:
-        UsageError: it was changed or cut, is of another kind than it says, or of another tree than
-            this one.
+        UsageError: it was changed or cut, is of another kind than it says, of another tree than
+            this one, or holds records of another format; names the file.
     """
     try:
         first, _, body = lzma.decompress(path.read_bytes()).decode().partition("\n")
@@ -67,7 +67,10 @@ def unpack(path: Path) -> list[Record]:
         raise UsageError(rejected("records", str(path), f"carried records of format {FORMAT}"))
     if head.get("sha256") != whole:
         raise UsageError(rejected(f"{path}: sha256", str(head.get("sha256"))[:12], whole[:12]))
-    found = [Record.from_json(line) for line in body.splitlines()]
+    try:
+        found = [Record.from_json(line) for line in body.splitlines()]
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
     _check(head, found, path)
     if head["tree"] != digest():
         raise UsageError(rejected(f"{path}: tree", head["tree"][:12], digest()[:12]))

@@ -102,8 +102,8 @@ def read(path: Path, signers: Path | None = None) -> list[Record]:
 
 
 def named_kinds(text: str) -> list[str]:
-    """Of "sm90,sm100"."""
-    return [kind for kind in text.split(",") if kind]
+    """Of "sm90,sm100", each once."""
+    return [kind for kind in dict.fromkeys(text.split(",")) if kind]
 
 
 def main(argv: Sequence[str]) -> int:

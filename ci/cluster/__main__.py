@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = [*(sys.argv[1:] if argv is None else argv)]
     at = given.index("--") if "--" in given else len(given)
     options = parser().parse_args(given[:at])
+    options.lanes = list(dict.fromkeys(options.lanes))
     try:
         for lane in options.lanes:
             lanes.kinds_of(lane, ())

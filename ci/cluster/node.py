@@ -188,6 +188,7 @@ def _started(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",  # a command may say what is no text
     ) as process:
         watched, process.stdin = process.stdin, None  # which communicate() would close at once
         try:

@@ -83,6 +83,8 @@ def main(argv: list[str]) -> int:
             return rehearse(options.lane, rest, carry)
         if options.verb == "run":
             if options.kind is None:
+                if options.sign is not None:
+                    raise UsageError(rejected("--sign", str(options.sign), "a key beside --kind"))
                 return run(options.bundle, options.lane, rest)
             return run(
                 options.bundle, options.lane, rest, Carry(kind=options.kind, key=options.sign)

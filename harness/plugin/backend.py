@@ -16,7 +16,7 @@ from harness.kernels.interface import Kernel
 from harness.plugin.batches import our_batch, our_layer
 from harness.plugin.per_head_prefill import PerHeadPrefill, per_head_prefill
 from harness.plugin.pools import served_pool
-from harness.plugin.served import ServedBackend, served_kernel
+from harness.plugin.served import ServedBackend, device_of, served_kernel
 from harness.upstream.forward_batch_info import ForwardBatch
 from harness.upstream.memory_pool import MLATokenToKVPool, SWAKVPool
 from harness.upstream.radix_attention import RadixAttention
@@ -236,7 +236,7 @@ def _arguments(served: ServedBackend, runner: Any, kernel: Kernel | None) -> dic
         raise UsageError(rejected(given, family.value, served.family.value))
     arguments = _speculation(runner)
     return {
-        "kernel": kernel or served_kernel(served, _device(runner)),
+        "kernel": kernel or served_kernel(served, device_of(runner)),
         "req_to_token_pool": runner.req_to_token_pool,
         "token_to_kv_pool": served_pool(runner.token_to_kv_pool),
         "max_context_len": runner.model_config.context_len,
@@ -253,8 +253,3 @@ def _speculation(runner: Any) -> Any:
     except ImportError:
         return runner.server_args
     return get_spec()
-
-
-def _device(runner: Any) -> str:
-    """With its index, by which kernels keep their workspace."""
-    return f"cuda:{runner.gpu_id}" if str(runner.device) == "cuda" else str(runner.device)

@@ -92,3 +92,8 @@ def served_kernel(served: ServedBackend, device: str) -> Kernel:
     if key not in _kernels:
         _kernels[key] = new_kernel(served.family, capability, device)
     return _kernels[key]
+
+
+def device_of(runner: Any) -> str:
+    """The device of a server's ``ModelRunner`` with its index, by which a kernel is kept."""
+    return f"cuda:{runner.gpu_id}" if str(runner.device) == "cuda" else str(runner.device)

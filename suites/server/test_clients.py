@@ -21,6 +21,7 @@ from fixtures.pytest_plugin.servers import SHORT
 from harness.errors import Busy, ServerError
 from harness.server.client.flush import flush
 from harness.server.engine_process import supervisor
+from harness.server.engine_process.messages import Reply
 from harness.server.engine_process.supervisor import Supervisor
 from harness.server.http.engine_client import Overloaded, WorkerLost
 
@@ -169,6 +170,16 @@ def test_an_engine_that_is_not_ready_is_not_slowed_down():
     assert sent == []
 
 
+def test_a_reply_to_who_has_left_is_dropped():
+    async def answered() -> asyncio.Future[Reply]:
+        future = asyncio.get_running_loop().create_future()
+        future.cancel()
+        Supervisor._handle(SimpleNamespace(_replies={7: future}), Reply(7, 3))
+        return future
+
+    assert asyncio.run(answered()).cancelled()
+
+
 def test_every_loss_of_the_engine_is_counted():
     lost = SimpleNamespace(
         _ready=asyncio.Event(), _process=SimpleNamespace(exitcode=-9), _requests={}, _replies={},
@@ -232,6 +243,16 @@ def test_one_flush_at_a_time(server):
     assert {first.status_code, second.status_code} == {400}
     if server.kind == "embedded":
         assert "another flush is pending" in second.text
+    settled(server)
+
+
+def test_a_flush_ends_with_the_client_that_waits_for_it(embedded_server):
+    server, url = embedded_server, f"{embedded_server.url}/flush_cache"
+    with slowly(server), raw(server, stream=True):
+        runs(server)
+        with pytest.raises(requests.Timeout):
+            requests.post(url, params={"timeout": 5}, timeout=0.5)
+        eventually(lambda: requests.post(url, timeout=10).text, lambda told: "1 running" in told, 3)
     settled(server)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.core.paths import MODELS
+from harness.errors import UsageError
 from harness.server.launch.process import ServerSpec, embedded
 from harness.server.launch.sglang_command import sglang
 
@@ -105,6 +106,15 @@ def test_threads_of_sglang_are_as_many_as_asked_or_one(monkeypatch: pytest.Monke
 def test_without_a_draft_nothing_is_speculated() -> None:
     argv = of_pair("gqa", draft=None).argv
     assert not any("speculative" in word for word in argv)
+
+
+@pytest.mark.parametrize(("num_steps", "most"), [(2, 3), (5, 6)])
+def test_a_verify_accepts_at_most_its_steps_and_one(num_steps: int, most: int) -> None:
+    """Whatever ``num_draft_tokens`` says: with topk 1 sglang verifies a token more than steps."""
+    env = of_pair("gqa", num_steps=num_steps, accept_length=most).env
+    assert env["SGLANG_SIMULATE_ACC_LEN"] == str(most)
+    with pytest.raises(UsageError, match=f"at most {most}, with num_steps = {num_steps}"):
+        of_pair("gqa", num_steps=num_steps, accept_length=most + 1)
 
 
 def test_options_reach_sglang() -> None:

@@ -97,7 +97,7 @@ class EngineLoop:
                     self._handle(self._pipe.recv())
                 if not self._scheduler.idle:
                     self._step()
-        except (EOFError, BrokenPipeError):
+        except (EOFError, ConnectionError):  # reset where something was left unread
             return
 
     def _step(self) -> None:

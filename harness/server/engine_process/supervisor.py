@@ -255,8 +255,8 @@ class Supervisor:
             self._deliver(event.rid, event.progress, last=bool(event.progress.finish_reason))
         elif isinstance(event, Rejection):
             self._deliver(event.rid, Refused(event.reason), last=True)
-        elif event.ticket in self._replies:
-            self._replies[event.ticket].set_result(event)
+        elif (future := self._replies.get(event.ticket)) and not future.done():
+            future.set_result(event)
 
     def _deliver(self, key: str, found: Progress | Exception, *, last: bool) -> None:
         queue = self._requests.pop(key, None) if last else self._requests.get(key)

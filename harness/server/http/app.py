@@ -178,8 +178,9 @@ async def _disconnected(request: Request) -> None:
 def _add_administration(app: FastAPI, engine: EngineClient, metrics: Metrics) -> None:
     @app.get("/flush_cache", operation_id="get_flush_cache")
     @app.post("/flush_cache", operation_id="flush_cache")
-    async def flush_cache(timeout: Timeout = 0.0) -> PlainTextResponse:
-        pages = await engine.flush(timeout)
+    async def flush_cache(request: Request, timeout: Timeout = 0.0) -> PlainTextResponse:
+        # One flush at a time: who has left must not keep others from theirs.
+        pages = await _while_connected(request, engine.flush(timeout))
         metrics.flushed()
         return PlainTextResponse(f"Cache flushed: {pages} pages.\n")
 

@@ -12,7 +12,7 @@ from harness.errors import UsageError
 from harness.plugin import served as served_module
 from harness.plugin.launch import check_launch, chosen
 from harness.plugin.register import check_arguments, release_of
-from harness.plugin.served import SERVED, served_kernel
+from harness.plugin.served import SERVED, device_of, served_kernel
 from harness.plugin.switches import is_on
 
 HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
@@ -154,6 +154,12 @@ def test_a_target_and_a_draft_of_two_families_have_a_kernel_each() -> None:
     told = "an MLA target and its MHA draft in one process each attend by their own family's kernel"
     assert [mla.capability.families, mha.capability.families] == [{Family.MLA}, {Family.MHA}], told
     assert undone is mla, "backends of one family share a kernel, with its workspace and its plans"
+
+
+@pytest.mark.parametrize(("device", "told"), [("cuda", "cuda:3"), ("cpu", "cpu")])
+def test_a_rank_has_its_kernel_on_its_own_gpu(device: str, told: str) -> None:
+    found = device_of(SimpleNamespace(device=device, gpu_id=3))
+    assert found == told, f"the fourth GPU's rank on {device} attends on {told}, not on {found}"
 
 
 def test_each_gpu_of_a_process_has_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import lzma
 import shutil
@@ -92,6 +93,13 @@ def say_another_tree(path: Path) -> None:
     path.write_bytes(again(json.loads(first) | {"tree": "0" * 64}, body))
 
 
+def write_another_format(path: Path) -> None:
+    first, _, body = lzma.decompress(path.read_bytes()).decode().partition("\n")
+    body = body.replace('"format":', '"format":9')
+    sha256 = hashlib.sha256(body.encode()).hexdigest()
+    path.write_bytes(again(json.loads(first) | {"sha256": sha256}, body))
+
+
 def put_something_else(path: Path) -> None:
     path.write_bytes(lzma.compress(b"[]\n"))
 
@@ -103,6 +111,7 @@ def put_something_else(path: Path) -> None:
         (cut, "a file that carries records"),
         (say_another_kind, "kind = 'sm100' is not accepted; accepted: sm103"),
         (say_another_tree, "accepted: 000000000000"),
+        (write_another_format, "sm100.xz: record format = 91 is"),
         (put_something_else, "carried records of format 1"),
     ],
 )
@@ -238,3 +247,14 @@ def test_a_run_on_a_machine_asks_its_gpu_for_the_kind(
     assert offline.main(["run", "BUNDLE", "--kind", "sm100", "--sign", "key", "-x"]) == 0
     assert asked == [(Path("BUNDLE"), "gpu", ["-x"], run.Carry(kind="sm100", key=Path("key")))]
     assert run.Carry(kind="sm100").args == ["--kind", "sm100"]
+
+
+def test_a_key_without_a_file_to_sign_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[object] = []
+    monkeypatch.setattr(offline, "run", lambda *words: ran.append(words) or 0)
+    assert offline.main(["run", "BUNDLE", "--sign", "key"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == "offline: --sign = 'key' is not accepted; accepted: a key beside --kind"
+    assert ran == [], "nothing runs for hours to end without the signature that was asked for"

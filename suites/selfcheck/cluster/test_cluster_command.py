@@ -6,7 +6,9 @@ import configparser
 import subprocess
 import sys
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,6 +51,23 @@ def test_a_lane_that_cannot_be_spread_is_one_line(capsys: pytest.CaptureFixture[
     assert command.main(["lint"]) == 2
     told = "cluster: lane = 'lint' is not accepted; accepted: run, gpu, mutants, "
     assert capsys.readouterr().err.startswith(told)
+
+
+def test_a_lane_that_is_named_twice_runs_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    joined: list[list[str]] = []
+    ray = SimpleNamespace(RayCluster=lambda *_: nullcontext())
+    monkeypatch.setitem(sys.modules, "ci.cluster.ray_cluster", ray)
+    monkeypatch.setattr(command, "run", lambda _, options, *__: joined.append(options.lanes) or 0)
+    code = command.main(["run", "mutants", "run", "--report", str(tmp_path)])
+    told = f"no other run writes to its folder: {capsys.readouterr().err}"
+    assert (code, joined) == (0, [["run", "mutants"]]), told
+
+
+def test_a_kind_that_is_named_twice_is_one() -> None:
+    kinds = command.parser().parse_args(["--kinds", "sm100,sm90,sm100,"]).kinds
+    assert kinds == ["sm100", "sm90"], f"no unit runs twice on one kind of GPU: {kinds}"
 
 
 def test_without_ray_it_says_how_to_get_it(

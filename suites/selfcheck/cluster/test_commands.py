@@ -49,6 +49,13 @@ def test_files_that_come_back_are_limited_together(monkeypatch: pytest.MonkeyPat
     assert told == [f"left on the node, over 3 MiB with the others: {name}" for name in "bc"]
 
 
+def test_a_command_may_say_what_is_no_text() -> None:
+    says = "import sys; sys.stdout.buffer.write(b'caf\\xe9\\n')"
+    end = command_end(work("-c", says), "one")
+    assert (end.outcome, end.message) == ("passed", "caf\ufffd"), "what it says decides nothing"
+    assert end.files["output.txt"].decode() == "caf\ufffd\n"
+
+
 def test_a_command_that_fails_or_hangs_is_red() -> None:
     failed = command_end(work("-c", "raise SystemExit('off')"), "one")
     assert (failed.outcome, failed.message) == ("failed", "off")

@@ -16,7 +16,7 @@ from fixtures.covering.feasible import Feasibility
 from fixtures.covering.rows import case_of, values_of_trial
 from fixtures.fakes.sample_records import trial
 from fixtures.tables import CASES
-from fixtures.tables.axes import AXES, CPU
+from fixtures.tables.axes import AXES, CPU, RULES, Rule
 from harness.core.case import Execution
 from harness.core.paths import ROOT
 from harness.core.record import Record, Verdict, write_records
@@ -132,6 +132,17 @@ def test_rows_of_the_array_cover_all_pairs_and_less_one_of_them_do_not() -> None
     left_out = count(Feasibility(CPU), rows[1:], 2).missed
     assert left_out
     assert all((axis, kept[0][axis]) in kept[0].items() for pair in left_out for axis, _ in pair)
+
+
+def test_a_row_that_a_newer_rule_forbids_makes_nothing_feasible() -> None:
+    said = "the array is older than this rule"
+    rule = Rule(("page", "width"), lambda page, width: (page, width) != (128, 16), said)
+    older = [row for row in load(CPU, 2) if (row["page"], row["width"]) == (128, 16)]
+    assert older, "an array of all pairs has this one"
+    found = count(Feasibility(CPU, rules=(*RULES, rule)), older, 2)
+    assert found.infeasible[said] == 1, (
+        "a pair that is forbidden now counts neither as run nor missed"
+    )
 
 
 def _record(row: dict[str, str | int]) -> Record:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -135,3 +138,23 @@ def test_the_device_itself_is_asked(
     assert found.startswith(told)
     assert bool(found) is bool(told)
     assert "\n" not in found
+
+
+def test_what_needs_no_device_fails_for_a_reason_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_loss, "ask", lambda device: "CUDA error")
+    config = SimpleNamespace(stash=pytest.Stash(), getoption=lambda name: "cuda:0")
+    reasons = {}
+    for fixture in ("goldens", "device", "goldens"):
+        item: Any = SimpleNamespace(
+            name=fixture, fixturenames=[fixture], config=config, stash=pytest.Stash()
+        )
+        report = SimpleNamespace(failed=True, longrepr="its own")
+        hook = device_loss.pytest_runtest_makereport(item)
+        next(hook)
+        with pytest.raises(StopIteration):
+            hook.send(report)  # type: ignore[arg-type]
+        reasons[fixture] = report.longrepr
+    told = "a golden that fails beside a lost device tells its own reason"
+    assert reasons == {"device": "device lost: CUDA error", "goldens": "its own"}, told

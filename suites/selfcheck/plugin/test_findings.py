@@ -346,6 +346,32 @@ def test_a_checkout_is_run_in_the_place_of_the_wheel_and_keeps_its_own_records(
     assert given == args, f"trials are given the absolute path of the checkout, {args}, not {given}"
 
 
+def test_each_release_on_a_checkout_keeps_its_own_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "flashinfer").mkdir()
+    (tmp_path / "flashinfer" / "__init__.py").touch()
+    folders: list[Path] = []
+    monkeypatch.setattr(upstream, "run_release", lambda _, folder, *__: folders.append(folder) or 1)
+    monkeypatch.setattr(upstream, "install", lambda *_, **__: None)
+    words = ["--flashinfer", str(tmp_path), "--report", str(tmp_path)]
+    assert upstream.main(["0.5.22", "0.5.23", *words]) == 1
+    names = [folder.name for folder in folders]
+    told = "a release does not replace the records of the one before it"
+    assert names == ["0.5.22-checkout", "0.5.23-checkout"], told
+
+
+def test_records_of_a_run_before_are_not_told_as_those_of_one_that_did_not_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "0.5.16").mkdir()
+    write_records(tmp_path / "0.5.16" / "records.jsonl", [SHOWN])
+    monkeypatch.setattr(upstream, "run_release", lambda *_: int(pytest.ExitCode.USAGE_ERROR))
+    monkeypatch.setattr(upstream, "install", lambda *_, **__: None)
+    assert upstream.main(["0.5.16", "--report", str(tmp_path)]) == 4
+    assert capsys.readouterr().out == "", "pytest refused its options: nothing of it ran"
+
+
 def test_an_impossible_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         upstream.main(["0.5.16", "--device", "tpu"])

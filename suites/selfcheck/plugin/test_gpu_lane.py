@@ -195,3 +195,17 @@ def test_a_gpu_lane_counts_no_trial_of_a_release_that_nobody_named(
     test = ROOT / "suites/upstream/test_releases.py"
     assert conftest.pytest_ignore_collect(test, config) is left_out
     assert conftest.pytest_ignore_collect(ROOT / "suites/upstream", config) is None
+
+
+def test_a_release_pins_what_it_asks_for_here_and_without_extras(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = [
+        "flashinfer_python==0.6.12",
+        'flashinfer-python==0.5.3; extra == "older"',
+        'sglang-kernel==0.4.4; python_version >= "3"',
+        'sglang-kernel==0.4.1; python_version < "3"',
+    ]
+    monkeypatch.setattr(gpu_lane, "requires", {"sglang": asked}.__getitem__)
+    told = "of several lines on one package that counts which pip would install here"
+    assert gpu_lane.pins("sglang") == ["flashinfer-python 0.6.12", "sglang-kernel 0.4.4"], told

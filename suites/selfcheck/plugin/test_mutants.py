@@ -15,6 +15,7 @@ from rich.console import Console
 
 from fixtures import mutants
 from fixtures.mutants import ROOT, Copy, Fate, Kept, Outcome, main, matrix, show
+from fixtures.mutation.asker import Asker
 from fixtures.mutation.planting import locate, planted
 from fixtures.mutation.recording import Recording, record
 from fixtures.tables.mutants import ROWS
@@ -198,6 +199,26 @@ def test_a_row_that_does_not_fit_is_named(toy: Path, row: Mutant, said: str) -> 
     with pytest.raises(UsageError, match=said):
         locate(row, toy)
     assert (toy / "harness" / "toy.py").read_text() == TOY
+
+
+def test_a_mutant_is_told_by_the_first_red_phase_of_its_test(tmp_path: Path) -> None:
+    asker = Asker(None, (), tmp_path / "notes")
+    for when, said in (("call", "the rule that is broken"), ("teardown", "what it left open")):
+        asker.pytest_runtest_logreport(
+            pytest.TestReport("a.py::b", ("a.py", 1, "b"), {}, "failed", said, when)  # type: ignore[arg-type]
+        )
+    noted = json.loads((tmp_path / "notes").read_text())
+    told = "the test's own message names the rule, its teardown's does not"
+    assert noted["message"] == "the rule that is broken", f"{told}: {noted}"
+
+
+def test_a_text_in_a_nested_function_is_of_that_one(tmp_path: Path) -> None:
+    (tmp_path / "toy.py").write_text(
+        "def outer(x):\n    def inner():\n        return x\n    return inner\n"
+    )
+    site = locate(Text(id="a", effect="", path="toy.py", old="return x", new="return 1"), tmp_path)
+    told = "who executes the function right around a text is asked before who executes another"
+    assert (site.name, [*site.around]) == ("inner", [3]), told
 
 
 def names(order: list[str]) -> list[str]:

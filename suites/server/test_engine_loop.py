@@ -1,0 +1,78 @@
+"""The engine's process takes every command that came before a step, and ends with its server."""
+
+from __future__ import annotations
+
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness.server.engine_process import loop
+from harness.server.engine_process.loop import EngineLoop
+from harness.server.engine_process.messages import EngineCommand, Ready, Submit
+
+VOCAB_SIZE, EOS = 100, 2
+OPTIONS: Any = SimpleNamespace(slowdown=0.0, spec="none")
+
+
+class Scheduler:
+    """Ends with its server after one step.
+
+    Args:
+        server: the other end of the engine's pipe.
+    """
+
+    def __init__(self, server: Connection) -> None:
+        self._server = server
+        self.waiting: list[tuple[int, ...]] = []
+        self.steps: list[int] = []
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting
+
+    def submit(self, prompt: tuple[int, ...], most: int, *, eos: int | None) -> object:
+        self.waiting.append(prompt)
+        generation = SimpleNamespace(token_ids=[])
+        return SimpleNamespace(generation=generation, max_new_tokens=most, finished=False)
+
+    def step(self) -> None:
+        self.steps.append(len(self.waiting))
+        self._server.close()
+
+
+def served(
+    monkeypatch: pytest.MonkeyPatch, *commands: EngineCommand, is_read: bool = True
+) -> list[int]:
+    """Requests at each step of an engine whose server closes its end of the pipe."""
+    server, engine = Pipe()
+    scheduler = Scheduler(server)
+    monkeypatch.setattr(loop, "build", lambda options: (scheduler, VOCAB_SIZE, EOS))
+    running = EngineLoop(engine, OPTIONS)
+    for command in commands:
+        server.send(command)
+    send = engine.send
+
+    def told(event: object) -> None:
+        send(event)
+        if is_read:
+            assert server.recv() == Ready()
+        if not commands:
+            server.close()
+
+    monkeypatch.setattr(engine, "send", told, raising=False)
+    running.serve()
+    return scheduler.steps
+
+
+def test_requests_that_came_together_begin_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [Submit(rid, (7, n), 5, ignore_eos=True, stream=False) for n, rid in enumerate("abc")]
+    steps = served(monkeypatch, *asked)
+    assert steps[:1] == [3], f"the first step has all three requests that wait, not {steps}"
+
+
+@pytest.mark.parametrize("is_read", [True, False], ids=["all_read", "something_unread"])
+def test_an_engine_ends_with_its_server(monkeypatch: pytest.MonkeyPatch, is_read: bool) -> None:
+    assert served(monkeypatch, is_read=is_read) == []
