@@ -9,12 +9,11 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, distribution
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fixtures.drivers.package_source import package_source
 from fixtures.fakes import fake_kernels, fake_prefill
 
 WRAPPER = fake_kernels.BatchPrefillWithPagedKVCacheWrapper
@@ -31,16 +30,6 @@ FAKES: tuple[tuple[tuple[str, str], str, Callable[..., Any]], ...] = (
     (SGL_KERNEL, "sgl_kernel/flash_mla.py", fake_kernels.get_mla_metadata),
     (SGL_KERNEL, "sgl_kernel/flash_mla.py", fake_kernels.flash_mla_with_kvcache),
 )
-
-
-def source(package: tuple[str, str], file: str) -> str:
-    name, version = package
-    try:
-        found = distribution(name)
-    except PackageNotFoundError:
-        pytest.skip(f"{name} is not installed: pip install --no-deps {name}=={version}")
-    assert found.version == version
-    return Path(str(found.locate_file(file))).read_text(encoding="utf-8")
 
 
 def real(text: str, name: str) -> ast.arguments:
@@ -88,7 +77,7 @@ KINDS = (
 def test_fake_has_the_real_parameters(
     package: tuple[str, str], file: str, fake: Callable[..., Any]
 ) -> None:
-    args = real(source(package, file), fake.__qualname__)
+    args = real(package_source(*package, file), fake.__qualname__)
     assert mismatches(inspect.signature(fake), args) == []
 
 

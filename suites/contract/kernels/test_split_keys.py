@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import PackageNotFoundError, distribution
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fixtures import split_keys
+from fixtures.drivers.package_source import package_source
 from fixtures.split_keys import GATED, HELD_UP, SOURCE, VARIANTS, WRITES, edited, main
 from harness.errors import UsageError
 from harness.kernels.packages import WANTED
@@ -19,12 +18,7 @@ CHOSEN = "isLast = isLastCta;"
 
 def installed() -> str:
     name, version = WANTED["flashinfer"].split()
-    try:
-        found = distribution(name)
-    except PackageNotFoundError:
-        pytest.skip(f"{name} is not installed: pip install --no-deps {name}=={version}")
-    file = found.locate_file(f"flashinfer/data/csrc/{SOURCE}")
-    return Path(str(file)).read_text(encoding="utf-8")
+    return package_source(name, version, f"flashinfer/data/csrc/{SOURCE}")
 
 
 def test_the_installed_source_is_left_as_it_is() -> None:

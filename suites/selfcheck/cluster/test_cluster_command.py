@@ -201,10 +201,10 @@ class NoNode:
     def __init__(self) -> None:
         self.clock = 0.0
 
-    def slots(self, _: object) -> int:
+    def slots(self, work: LaneWork) -> int:
         return 0
 
-    def submit(self, *_: object) -> int:
+    def submit(self, work: LaneWork, units: tuple[str, ...] | None) -> int:
         return 1
 
     def answers(self, within_s: float) -> list[object]:
@@ -240,11 +240,11 @@ class OneKind(NoNode):
         super().__init__()
         self.kind, self.asked = kind, list[tuple[LaneWork, tuple[str, ...] | None]]()
 
-    def slots(self, asked: LaneWork) -> int:  # type: ignore[override]
-        return int(asked.kind == self.kind)
+    def slots(self, work: LaneWork) -> int:
+        return int(work.kind == self.kind)
 
-    def submit(self, asked: LaneWork, units: tuple[str, ...] | None) -> int:  # type: ignore[override]
-        self.asked.append((asked, units))
+    def submit(self, work: LaneWork, units: tuple[str, ...] | None) -> int:
+        self.asked.append((work, units))
         return len(self.asked) - 1
 
     def answers(self, within_s: float) -> list[object]:
