@@ -11,6 +11,7 @@ from harness.kernels.interface import DecodeCall
 from harness.kernels.packages import cuda_device, load
 from harness.kernels.shape_checks import FP8
 from harness.kernels.workspace import workspace
+from harness.kernels.xqa_source import compile_corrected
 
 
 class FlashInferXQA(CheckedKernel):
@@ -28,6 +29,7 @@ class FlashInferXQA(CheckedKernel):
     def __init__(self, device: torch.device | str) -> None:
         self._device = cuda_device(device, XQA)
         self._decoding = load("flashinfer.decode", XQA.name)
+        compile_corrected()
         self._workspace = workspace("xqa", self._device)
         context = PagedPrefill(self._device)
         super().__init__(XQA, {"decode": self._decode, "context": context})
