@@ -78,6 +78,8 @@ def test_a_kernel_is_compiled_so_that_the_last_block_alone_writes(
     spec, text = compiled(flashinfer)
     told = "a block that is held up does not write its part over the answer to all keys"
     assert (ungated.count(GATED), text.count(GATED), text.count(WRITES)) == (0, 1, 0), told
+    places = ["bool isLast = !isMultiBlock;", "isLast = isLastCta;", GATED]
+    assert sorted(places, key=text.index) == places, told
     assert spec.name != before.name, "what was compiled ungated is not taken for it"
     assert [source.name for source in spec.sources] == ["xqa_wrapper.cu", "mha.cu", "mha_sm90.cu"]
     assert [spec.sources[i] for i in (0, 2)] == [before.sources[i] for i in (0, 2)]
