@@ -228,19 +228,20 @@ class PagedBackend(AttentionBackend):
             raise ContractError(rejected("forward_mode", batch.forward_mode.name, accepted))
         return metadata
 
-    def _kernel_query(self, q: torch.Tensor) -> torch.Tensor:
+    def _kernel_query(self, q: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
         """Contiguous, which a slice of a fused projection is not; FP8 where the kernel wants it."""
-        if self._is_fp8 and self.kernel.capability.casts_query_to_kv_dtype:
+        if self._is_fp8(layer) and self.kernel.capability.casts_query_to_kv_dtype:
             q = quantize(q, 1.0, FP8)
         return q.contiguous()
 
-    @property
-    def _is_fp8(self) -> bool:
-        return self.token_to_kv_pool.dtype == FP8
+    def _is_fp8(self, layer: RadixAttention) -> bool:
+        pool = self._swa_pool
+        own = self.token_to_kv_pool if pool is None else pool.pool_of(layer.layer_id)
+        return own.dtype == FP8
 
     def _kv_scales(self, layer: RadixAttention) -> tuple[float, float]:
         """Scales of cached keys and values; only an FP8 cache was written with any."""
-        return (layer.k_scale, layer.v_scale) if self._is_fp8 else (1.0, 1.0)
+        return (layer.k_scale, layer.v_scale) if self._is_fp8(layer) else (1.0, 1.0)
 
     @staticmethod
     def _with_padding(out: torch.Tensor, rows: int) -> torch.Tensor:

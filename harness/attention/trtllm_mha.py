@@ -41,7 +41,7 @@ class TRTLLMHAAttnBackend(PagedBackend):
             self._write(k, v, layer, batch, metadata)
         tokens = metadata.geometry.num_tokens
         rows = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
-        out = self._attend(self._kernel_query(rows[:tokens]), q.dtype, layer, metadata)
+        out = self._attend(self._kernel_query(rows[:tokens], layer), q.dtype, layer, metadata)
         return self._with_padding(out, rows.shape[0])
 
     forward_decode = forward_extend

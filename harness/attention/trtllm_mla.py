@@ -78,7 +78,7 @@ class TRTLLMMLABackend(PagedBackend):
         latent = q.reshape(*heads, layer.v_head_dim)
         rotary = kwargs["q_rope"].reshape(*heads, layer.head_dim - layer.v_head_dim)
         rows = torch.cat((latent[:tokens], rotary[:tokens]), -1)
-        out = self._attend(self._kernel_query(rows), q.dtype, layer, metadata)
+        out = self._attend(self._kernel_query(rows, layer), q.dtype, layer, metadata)
         return self._with_padding(out, latent.shape[0])
 
     forward_decode = forward_extend

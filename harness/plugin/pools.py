@@ -69,10 +69,10 @@ class ServedSWAPool(SWAKVPool):
 
     def __init__(self, theirs: Any) -> None:
         self._theirs = theirs
-        self._pools = {False: ServedMHAPool(theirs.full_kv_pool)}
-        self._pools[True] = ServedMHAPool(theirs.swa_kv_pool)
-        self.page_size, self.dtype = self._pools[False].page_size, self._pools[False].dtype
-        self.num_pages = self._pools[False].num_pages
+        self.full_pool = ServedMHAPool(theirs.full_kv_pool)
+        self.swa_pool = ServedMHAPool(theirs.swa_kv_pool)
+        self.page_size, self.dtype = self.full_pool.page_size, self.full_pool.dtype
+        self.num_pages = self.full_pool.num_pages
         self.layers_mapping = [
             LayerIndex(is_swa, index)
             for _, (index, is_swa) in sorted(theirs.layers_mapping.items())
@@ -84,17 +84,12 @@ class ServedSWAPool(SWAKVPool):
         mapping: torch.Tensor = self._theirs.full_to_swa_index_mapping
         return mapping
 
-    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the layer by page, from whichever pool holds it."""
-        own = self.layers_mapping[layer_id]
-        return self._pools[own.is_swa].get_kv_buffer(own.index)
-
     def set_kv_buffer(
         self, layer: RadixAttention, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:
         """Write to ``loc``, which is in the index space of the pool that holds the layer."""
-        own = self.layers_mapping[layer.layer_id]
-        self._pools[own.is_swa].set_kv_buffer(replace(layer, layer_id=own.index), loc, k, v)
+        own, pool = self.layers_mapping[layer.layer_id], self.pool_of(layer.layer_id)
+        pool.set_kv_buffer(replace(layer, layer_id=own.index), loc, k, v)
 
 
 def served_pool(theirs: Any) -> ServedMHAPool | ServedMLAPool | ServedSWAPool:

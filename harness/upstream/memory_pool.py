@@ -155,10 +155,13 @@ class SWAKVPool:
         """SWA slots (int64) of full slots (any integer dtype)."""
         return self.full_to_swa_index_mapping[loc.long()]
 
+    def pool_of(self, layer_id: int) -> MHATokenToKVPool:
+        """The pool that holds the layer."""
+        return self.swa_pool if self.layers_mapping[layer_id].is_swa else self.full_pool
+
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the layer by page, from whichever pool holds it."""
-        own = self.layers_mapping[layer_id]
-        return (self.swa_pool if own.is_swa else self.full_pool).get_kv_buffer(own.index)
+        return self.pool_of(layer_id).get_kv_buffer(self.layers_mapping[layer_id].index)
 
     def set_kv_buffer(
         self,
@@ -168,8 +171,7 @@ class SWAKVPool:
         v: torch.Tensor,
     ) -> None:
         """Write to ``loc``, which is in the index space of the pool that holds the layer."""
-        own = self.layers_mapping[layer.layer_id]
-        pool = self.swa_pool if own.is_swa else self.full_pool
+        own, pool = self.layers_mapping[layer.layer_id], self.pool_of(layer.layer_id)
         pool.k_buffer[own.index][loc] = quantize(k, layer.k_scale, pool.dtype)
         pool.v_buffer[own.index][loc] = quantize(v, layer.v_scale, pool.dtype)
 

@@ -16,7 +16,7 @@ from harness.attention.trtllm_mha import TRTLLMHAAttnBackend
 from harness.core.capability import REFERENCE, TRTLLM_GEN_MHA, XQA
 from harness.errors import ContractError
 from harness.upstream.forward_batch_info import ForwardMode
-from harness.upstream.memory_pool import quantize
+from harness.upstream.memory_pool import SWAKVPool, quantize
 
 VERIFY, V1, V2 = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2
 # mode, query tokens per request
@@ -139,6 +139,32 @@ def test_scales_of_an_unscaled_cache_are_not_applied() -> None:
     batch, inputs = scene.batch(VERIFY, (3, 3)), scene.inputs(6)
     obtained = scene.run(batch, inputs, mha_layer(k_scale=0.5, v_scale=2.0))
     torch.testing.assert_close(obtained, scene.expected(inputs, (3, 3)))
+
+
+@pytest.mark.parametrize("capability", [REFERENCE, TRTLLM_GEN_MHA], ids=lambda c: c.name)
+@pytest.mark.parametrize("fp8_layer", [0, 1], ids=["full", "swa"])
+def test_scales_and_query_follow_the_dtype_of_the_layers_own_pool(
+    fp8_layer: int, capability: Any
+) -> None:
+    fp8 = torch.float8_e4m3fn
+    full, swa = (mha_pool(dtype=fp8 if i == fp8_layer else torch.float32) for i in range(2))
+    pool = SWAKVPool(full_pool=full, swa_pool=swa, swa_layer_ids=frozenset({1}), num_layers=2)
+    pool.full_to_swa_index_mapping.copy_(torch.arange(len(pool.full_to_swa_index_mapping)))
+    scene = MHAScene(pool=pool, capability=toy_sized(capability))
+    batch, inputs = scene.batch(VERIFY, (3, 3)), scene.inputs(6)
+    scene.backend.init_forward_metadata(batch)
+    rule = "keys, values and query have the scales and the dtype of the layer's own pool"
+    for layer_id, part in enumerate((full, swa)):
+        obtained = scene.forward(batch, inputs, mha_layer(layer_id, k_scale=0.5, v_scale=2.0))
+        own = dict(inputs)
+        if layer_id == fp8_layer:
+            part.k_buffer = [part.k_buffer[0].float() * 0.5]
+            part.v_buffer = [part.v_buffer[0].float() * 2.0]
+            if capability.casts_query_to_kv_dtype:
+                own["q"] = inputs["q"].to(fp8).float()
+        scene.pool = part
+        wanted = scene.expected(own, (3, 3))
+        torch.testing.assert_close(obtained, wanted, msg=lambda found: f"{rule}: {found}")
 
 
 def test_a_kernel_that_needs_a_mask_gets_one() -> None:

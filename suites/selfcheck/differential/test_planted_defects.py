@@ -146,12 +146,12 @@ class NoPackedMask(TRTLLMHAAttnBackend):
 
 
 class Fp8QueryForXqa(TRTLLMHAAttnBackend):
-    def _kernel_query(self, q: torch.Tensor) -> torch.Tensor:
-        return super()._kernel_query(q).to(FP8)
+    def _kernel_query(self, q: torch.Tensor, layer: Any) -> torch.Tensor:
+        return super()._kernel_query(q, layer).to(FP8)
 
 
 class StridedQuery(TRTLLMHAAttnBackend):
-    def _kernel_query(self, q: torch.Tensor) -> torch.Tensor:
+    def _kernel_query(self, q: torch.Tensor, layer: Any) -> torch.Tensor:
         return q
 
 

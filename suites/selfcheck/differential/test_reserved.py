@@ -19,6 +19,7 @@ from harness.differential.trial import run_trial
 from harness.subjects import SUBJECTS
 from harness.upstream.allocator import PADDING_ROW, PADDING_SLOT
 from harness.upstream.forward_batch_info import ForwardBatch, LogitsProcessorOutput
+from harness.upstream.radix_attention import RadixAttention
 
 EAGER, GRAPH = Execution.EAGER, Execution.GRAPH
 PADDED = "mha-target_verify-bs5_ragged_padded_to_8"
@@ -44,9 +45,9 @@ def test_a_forward_that_writes_the_request_table(
 ) -> None:
     query = PagedBackend._kernel_query
 
-    def writing(self: PagedBackend, q: torch.Tensor) -> torch.Tensor:
+    def writing(self: PagedBackend, q: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
         self.req_to_token_pool.req_to_token[row, 3].fill_(7)
-        return query(self, q)
+        return query(self, q, layer)
 
     monkeypatch.setattr(PagedBackend, "_kernel_query", writing)
     record = run_trial(find(PADDED), GEN, execution)
