@@ -10,30 +10,28 @@ import pytest
 from fixtures import split_keys
 from fixtures.drivers.package_source import package_source
 from fixtures.split_keys import GATED, HELD_UP, VARIANTS, main
-from harness.kernels.packages import WANTED
 from harness.kernels.xqa_source import WRITES, edited
 
 CHOSEN = "isLast = isLastCta;"
-
-
-def installed() -> str:
-    return package_source(*WANTED["flashinfer"].split(), "flashinfer/data/csrc/xqa/mha.cu")
+INSTALLED = "flashinfer/data/csrc/xqa/mha.cu"
 
 
 def test_the_installed_source_is_left_as_it_is() -> None:
-    assert edited(installed(), VARIANTS["installed"]) == installed()
+    installed = package_source(INSTALLED)
+    assert edited(installed, VARIANTS["installed"]) == installed
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "installed"])
 def test_a_block_knows_whether_it_is_the_last_before_it_writes(name: str) -> None:
-    text = edited(installed(), VARIANTS[name])
+    installed = package_source(INSTALLED)
+    text = edited(installed, VARIANTS[name])
     splits, counted = text.index("bool isLast = !isMultiBlock;"), text.index(CHOSEN)
     written = text.index(GATED if "gated" in name else WRITES)
     assert splits < text.index("atom.acq_rel.gpu.global.inc") < counted < written
     assert (HELD_UP in text) is ("held_up" in name)
     held_up = text.index(HELD_UP) if HELD_UP in text else written - 1
     assert counted < held_up < written
-    assert text.count("copyOutputToGlobalMem(") == installed().count("copyOutputToGlobalMem(")
+    assert text.count("copyOutputToGlobalMem(") == installed.count("copyOutputToGlobalMem(")
 
 
 def test_a_machine_without_a_gpu_is_refused(

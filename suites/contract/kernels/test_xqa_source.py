@@ -17,14 +17,13 @@ from fixtures.fakes.fake_kernels import MODULES
 from harness.errors import UsageError
 from harness.kernels import flashinfer_xqa, workspace
 from harness.kernels.flashinfer_xqa import FlashInferXQA
-from harness.kernels.packages import WANTED
 from harness.kernels.xqa_source import COUNTED, WRITES, compile_edited, edited
 
 GATED = "    if (isLast && warpGrpIdx == 0) {\n#if SPEC_DEC\n      copyOutputToGlobalMem("
 
 
 def installed(path: str = "data/csrc/xqa/mha.cu") -> str:
-    return package_source(*WANTED["flashinfer"].split(), f"flashinfer/{path}")
+    return package_source(f"flashinfer/{path}")
 
 
 @dataclass
