@@ -21,7 +21,7 @@ from harness.errors import UsageError, rejected
 from harness.kernels.packages import load
 
 FILE = "mha.cu"
-CORRECTED_IN = Version("0.6.17")
+CORRECTED_IN = (0, 6, 17)
 WRITES = "    if (warpGrpIdx == 0) {\n#if SPEC_DEC\n      copyOutputToGlobalMem("
 Edits = tuple[tuple[str, str], ...]
 """What stands in the source exactly once, and what instead."""
@@ -104,5 +104,5 @@ def compile_edited(edits: Edits, name: str) -> None:
 
 def compile_corrected() -> None:
     """Let this process compile XQA so that the last block alone writes, where it does not yet."""
-    if Version(load("flashinfer", XQA.name).__version__) < CORRECTED_IN:
+    if Version(load("flashinfer", XQA.name).__version__).release < CORRECTED_IN:
         compile_edited(LAST_WRITES, "last_writes")

@@ -67,7 +67,7 @@ def compiled(flashinfer: Any, q_len: int = 4) -> tuple[Spec, str]:
     return spec, source.read_text()
 
 
-@pytest.mark.parametrize("version", ["0.6.12", "0.6.16", "0.6.16.post1"])
+@pytest.mark.parametrize("version", ["0.6.12", "0.6.16", "0.6.16.post1+cu130"])
 def test_a_kernel_is_compiled_so_that_the_last_block_alone_writes(
     flashinfer: Any, version: str
 ) -> None:
@@ -86,7 +86,7 @@ def test_a_kernel_is_compiled_so_that_the_last_block_alone_writes(
     assert (flashinfer.csrc / "mha.cu").read_text() == installed(), "which stays as it is"
 
 
-@pytest.mark.parametrize("version", ["0.6.17", "0.7.2", "0.10.0"])
+@pytest.mark.parametrize("version", ["0.6.17", "0.6.17rc1", "0.7.2", "0.10.0"])
 def test_a_version_that_is_right_is_compiled_as_it_is(flashinfer: Any, version: str) -> None:
     flashinfer.__version__ = version
     FlashInferXQA("cuda")
