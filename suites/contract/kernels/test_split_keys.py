@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -63,12 +64,11 @@ def test_a_gated_source_that_is_wrong_once_ends_with_1(
             lines = [[q_len, int(self.variant == wrong_in and q_len == 1), 200] for q_len in (1, 4)]
             return "\n".join(map(json.dumps, lines)), None
 
-        def kill(self) -> None:
-            assert self.variant == "busy"
-
-        wait = kill
-
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    beside: list[Any] = []
+    monkeypatch.setattr(split_keys, "busy", lambda *given: beside.append(given) or nullcontext())
     monkeypatch.setattr(split_keys.subprocess, "Popen", Started)
     told = "a launch that only the gate should have kept right has another cause, once is enough"
     assert main(["--beside", "2"]) == code, told
+    assert beside == [(["3"], 0), (["3"], 2)], "the GPU of the launches, and it alone"
