@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ci import gate, report
 from ci.cluster import lanes
-from ci.cluster.driver import Drive
+from ci.cluster.driver import Cluster, Drive
 from ci.cluster.machine import CPU
 from ci.cluster.store import RECORDS, Store, held
 from ci.cluster.work import LaneWork
@@ -81,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 stack.enter_context(held(options.report / lane))
             cluster = stack.enter_context(RayCluster(options.address, options.tree))
             stack.enter_context(heard_as_interrupt(signal.SIGTERM))  # of which Ray prints its stack
-            return run(cluster, options, given[at + 1 :], began)
+            kinds = options.kinds or kinds_there(cluster, options.wait)
+            return run(cluster, wanted(kinds, options, given[at + 1 :]), options, began)
     except UsageError as error:
         print(f"cluster: {error}", file=sys.stderr)
         return 2
@@ -91,19 +92,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def run(cluster: RayCluster, options: argparse.Namespace, args: Sequence[str], began: float) -> int:
+def run(
+    cluster: Cluster, works: Sequence[LaneWork], options: argparse.Namespace, began: float
+) -> int:
     """Run the lanes, then report and judge them.
 
     Args:
         cluster: joined or started.
+        works: each lane on each of its kinds.
         options: of the command line.
-        args: handed on.
         began: when the command did, seconds since the epoch.
 
     Raises:
-        UsageError: a lane has no kind to run on, or its folder cannot be used.
+        UsageError: a lane's folder cannot be used.
     """
-    works = wanted(cluster, options, args)
     stores: dict[str, Store] = {}
     for lane in options.lanes:
         own = [one for one in works if one.lane == lane]
@@ -136,13 +138,19 @@ def run(cluster: RayCluster, options: argparse.Namespace, args: Sequence[str], b
     return max(red.values(), default=0)
 
 
-def wanted(cluster: RayCluster, options: argparse.Namespace, args: Sequence[str]) -> list[LaneWork]:
+def wanted(
+    kinds: Sequence[str], options: argparse.Namespace, args: Sequence[str]
+) -> list[LaneWork]:
     """Each lane on each kind that it is for.
+
+    Args:
+        kinds: that are asked for, or there.
+        options: of the command line.
+        args: handed on.
 
     Raises:
         UsageError: there is none for one of the lanes.
     """
-    kinds = options.kinds or kinds_there(cluster, options.wait)
     made = []
     for lane in options.lanes:
         own = lanes.kinds_of(lane, kinds)

@@ -6,6 +6,7 @@ import configparser
 import subprocess
 import sys
 import tomllib
+from collections.abc import Hashable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from ci.cluster import __main__ as command
 from ci.cluster import lanes, machine
 from ci.cluster.lanes import kinds_of, work
 from ci.cluster.store import Store
-from ci.cluster.work import Ended, LaneWork, Node, Plan, UnitEnd
+from ci.cluster.work import Answer, Ended, LaneWork, Node, Plan, UnitEnd
 from ci.nightly.machine import is_visible
 from harness.core.paths import ROOT
 from harness.errors import UsageError
@@ -59,8 +60,10 @@ def test_a_lane_that_is_named_twice_runs_once(
     joined: list[list[str]] = []
     ray = SimpleNamespace(RayCluster=lambda *_: nullcontext())
     monkeypatch.setitem(sys.modules, "ci.cluster.ray_cluster", ray)
-    monkeypatch.setattr(command, "run", lambda _, options, *__: joined.append(options.lanes) or 0)
-    code = command.main(["run", "mutants", "run", "--report", str(tmp_path)])
+    monkeypatch.setattr(
+        command, "run", lambda _, __, options, ___: joined.append(options.lanes) or 0
+    )
+    code = command.main(["run", "mutants", "run", "--kinds", "cpu", "--report", str(tmp_path)])
     told = f"no other run writes to its folder: {capsys.readouterr().err}"
     assert (code, joined) == (0, [["run", "mutants"]]), told
 
@@ -207,11 +210,14 @@ class NoNode:
     def submit(self, work: LaneWork, units: tuple[str, ...] | None) -> int:
         return 1
 
-    def answers(self, within_s: float) -> list[object]:
+    def answers(self, within_s: float) -> list[tuple[Hashable, Answer]]:
         self.clock += within_s
         return []
 
-    def withdraw(self, _: object) -> None:
+    def refuse(self, node: Node) -> None:
+        raise AssertionError(f"no node is wrong: {node}")
+
+    def withdraw(self, ticket: Hashable) -> None:
         """Nothing is under way."""
 
     def now(self) -> float:
@@ -222,7 +228,8 @@ def test_a_lane_that_no_node_ran_is_red(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "mutants").mkdir()
     words = ["mutants", "--kinds", "cpu", "--wait", "2", "--report", str(tmp_path)]
     options = command.parser().parse_args(words)
-    code = command.run(NoNode(), options, [], 0.0)  # type: ignore[arg-type]
+    works = command.wanted(options.kinds, options, [])
+    code = command.run(NoNode(), works, options, 0.0)
     assert code == 1, f"a lane that no node ran ends with 1, as nothing was verified: {code}"
     *before, last = capsys.readouterr().out.splitlines()
     said = "a lane that no node ran is told to stay unverified"
@@ -247,9 +254,9 @@ class OneKind(NoNode):
         self.asked.append((work, units))
         return len(self.asked) - 1
 
-    def answers(self, within_s: float) -> list[object]:
+    def answers(self, within_s: float) -> list[tuple[Hashable, Answer]]:
         self.clock += within_s
-        node, found = Node(id="n", name="node"), list[object]()
+        node, found = Node(id="n", name="node"), list[tuple[Hashable, Answer]]()
         for ticket, (asked, units) in enumerate(self.asked):
             ended = tuple(UnitEnd(unit=unit, outcome="passed") for unit in units or ())
             answer = Ended(units=ended, node=node) if units else Plan(units=("session",), node=node)
@@ -264,7 +271,8 @@ def test_a_lane_is_red_if_one_of_its_kinds_has_no_node(
     (tmp_path / "bench").mkdir()
     words = ["bench", "--kinds", "sm90,sm100", "--wait", "2", "--report", str(tmp_path)]
     options = command.parser().parse_args(words)
-    code = command.run(OneKind(there), options, [], 0.0)  # type: ignore[arg-type]
+    works = command.wanted(options.kinds, options, [])
+    code = command.run(OneKind(there), works, options, 0.0)
     told = f"a lane that passed on {there} alone is red for the kind that nobody ran: {code}"
     assert code == 1, told
     lines = capsys.readouterr().out.splitlines()
