@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 
 import pytest
 import torch
+from packaging.version import Version
 
 from fixtures.drivers.kernel_calls import CONTEXT, DECODE, MLA, MLA_CONTEXT, ROWS, row_id
 from harness.core.capability import REFERENCE, device_refusal
@@ -23,6 +25,7 @@ from harness.kernels.limits.random_calls import RandomCall, Shape, draw
 from harness.kernels.reference import TorchPaged
 from harness.kernels.trtllm_gen import CAPABILITY_OF
 from harness.kernels.workspace import shared_workspaces
+from harness.kernels.xqa_source import CORRECTED_IN
 
 Kind = Callable[[torch.device], CheckedKernel]
 
@@ -101,3 +104,17 @@ def test_contexts_between_decodes_leave_the_semaphores_alone(cuda: torch.device)
         for call, expected in zip(calls, first, strict=True):
             assert torch.equal(call.on(kernel), expected)
             assert check_semaphores(shared_workspaces()) == []
+
+
+def test_what_xqa_launches_was_compiled_corrected(cuda: torch.device) -> None:
+    kernel, call = FlashInferXQA(cuda), draw(DECODE, cuda)
+    call.on(kernel)
+    version = import_module("flashinfer").__version__
+    if Version(version).release >= CORRECTED_IN:
+        pytest.skip(f"XQA of FlashInfer {version} is compiled as it is")
+    q, keys = call.arguments.q, call.arguments.caches[0]
+    dtype, group = q.dtype, q.shape[1] // keys.shape[2]
+    module = import_module("flashinfer.xqa")  # whose name in the package is a function
+    spec = module.gen_xqa_module(dtype, dtype, keys.shape[1], q.shape[2], group, False, dtype, 1)
+    assert spec.name.endswith("_last_writes")
+    assert spec.is_compiled, "the module that is launched, and no other"
