@@ -179,6 +179,17 @@ def test_a_night_counts_once_and_comes_back_as_it_was(tmp_path: Path) -> None:
     assert "Infinity" not in path.read_text()
 
 
+def test_a_night_after_a_line_without_an_end_is_a_line_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_text(night(1).to_json())
+    history.append(path, [night(2)])
+    try:
+        found = history.read(path)
+    except UsageError as error:
+        pytest.fail(f"a history whose last line has no end can be added to: {error}")
+    assert found == [night(1), night(2)]
+
+
 def test_series_are_told_apart_by_case_and_machine_and_sorted_by_night() -> None:
     other = [night(n, sku="NVIDIA H200") for n in (3, 1)]
     found = history.all_series([night(2), *other, night(1)])
