@@ -193,6 +193,14 @@ def test_a_run_whose_control_failed_is_invalid_everywhere(broken: BenchReport) -
     assert lines[0].startswith("::error title=regressed bs1-in64-out32/tpot::")
 
 
+def test_equal_arms_of_which_one_is_faster_are_a_failed_control() -> None:
+    faster = bench_report({}, same=-0.04)
+    found = cases(junit.document(faster.cases))
+    told = "an A/A case that improved is an error in JUnit and an annotation, as one that regressed"
+    assert outcome(found["bench.A/A", f"{BS1}/tpot"]) == ["error"], told
+    assert next(github.remarks(faster)).startswith(f"::error title=improved {BS1}/"), told
+
+
 LATENCIES = {
     "device": "NVIDIA H200",
     "rows": [

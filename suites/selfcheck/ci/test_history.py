@@ -75,6 +75,14 @@ def test_alarm_is_at_365_and_noted_with_its_first_night() -> None:
     ]
 
 
+def test_an_alarm_that_later_nights_refute_is_not_told() -> None:
+    # (0 + 1) · 400 = 400, (400 + 1) · 0.5 = 200.5.
+    found = history.series(by_e(400.0, 0.5))
+    assert found.evidence == (400.0, 200.5)
+    told = "an alarm is told as long as the detector stands at 365 or more, not ever after"
+    assert history.notes({("bs8/tpot", "NVIDIA B200"): found}) == [], told
+
+
 def test_an_alarm_is_dated_in_its_own_epoch() -> None:
     nights = by_e(400.0, 1.0, 1.0, 400.0, 1.0)
     nights[2:] = [replace(entry, pin="sglang 0.5.15") for entry in nights[2:]]
