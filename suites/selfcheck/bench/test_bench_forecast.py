@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fixtures.tables.margins import MARGINS, ROWS
+from fixtures.tables.workloads import WORKLOADS
 from harness.bench.arms import parse
 from harness.bench.forecast import LAUNCH_S, TOKEN_S, TRIAL_S, Forecast, duration, forecast
 from harness.bench.jsonl import read
@@ -82,6 +83,16 @@ def test_of_a_resumed_run_what_is_left_counts(tmp_path):
     decided = tmp_path / "decided.jsonl"
     records(decided, blocks=16, role=Role.CANDIDATE, design=Design.QUADS)
     assert forecast(setup, [*read(decided)]) == Forecast(launches=0, trials=0, seconds=0.0)
+
+
+def test_a_workload_without_an_open_case_costs_a_resumed_run_nothing(tmp_path):
+    path = tmp_path / "bench.jsonl"
+    rows = WORKLOADS["smoke-bs2-in32-out32"], *SETUP.workloads
+    # Its one case is of the first workload.
+    plan, _ = records(path, blocks=2, role=Role.CANDIDATE, design=Design.QUADS, workloads=rows)
+    setup = replace(SETUP, workloads=plan.workloads, blocks_at_most=16)
+    said = "fourteen blocks of four trials of the open workload are left, and none of the other"
+    assert forecast(setup, [*read(path)]).trials == 14 * 4, said
 
 
 @pytest.mark.parametrize(
