@@ -6,8 +6,17 @@ import pytest
 
 from fixtures.tables.margins import MARGINS, ROWS
 from fixtures.tables.workloads import WORKLOADS
+from harness.bench import bench_serving
 from harness.bench.arms import parse
-from harness.bench.forecast import LAUNCH_S, TOKEN_S, TRIAL_S, Forecast, duration, forecast
+from harness.bench.forecast import (
+    LAUNCH_S,
+    PROGRAM_S,
+    TOKEN_S,
+    TRIAL_S,
+    Forecast,
+    duration,
+    forecast,
+)
 from harness.bench.jsonl import read
 from harness.bench.plan import Setup
 from harness.bench.session_records import Role, Workload
@@ -57,6 +66,13 @@ def test_a_launch_that_a_longer_session_began_is_no_other_for_one_after_a_shorte
     # B is launched for 9, 5 and 9 blocks, A for the nine that all sessions share.
     said = "launches of the reference are as many as those of the longest session"
     assert cost.launches == 9 + (9 + 5 + 9) + 2, f"{said}: {cost.launches}"
+
+
+def test_a_program_without_arguments_is_one_whose_requests_nobody_counts():
+    cost = forecast(replace(SETUP, workloads=(bench_serving.workload(""),)))
+    # Two warm-ups and three passes on each of 22 servers, each a start of the program.
+    expected = 22 * (LAUNCH_S + TRIAL_S) + 22 * (2 + 3) * PROGRAM_S
+    assert cost.seconds == pytest.approx(expected)
 
 
 def test_without_a_limit_a_session_takes_what_its_margins_allow():

@@ -30,6 +30,7 @@ from ci.bench.case_report import number
 from ci.bench.history import Series, all_series
 from fixtures.fakes import synthetic_bench
 from fixtures.tables.margins import MARGINS
+from harness.bench import bench_serving
 from harness.bench.analysis import verdict
 from harness.bench.jsonl import append
 from harness.bench.session_records import Role, Session, Trial
@@ -416,6 +417,17 @@ def test_pytorch_records_have_the_number_of_every_trial(moved: BenchReport) -> N
         assert record["metric"]["benchmark_values"]
     controls = {row.session.id for row in moved.cases if row.is_control}
     assert not controls & {record["metric"]["extra_info"]["session"] for record in records}
+
+
+@pytest.mark.parametrize(("words", "told"), [("", ""), ("--seed 3", "--seed 3")])
+def test_pytorch_records_have_the_arguments_of_a_load_that_another_program_sends(
+    moved: BenchReport, words: str, told: str
+) -> None:
+    row = moved.judged[0]
+    finding = replace(row.finding, workload=bench_serving.workload(words))
+    first, _ = json.loads(pytorch_benchmark.document([replace(row, finding=finding)]))
+    said = "numbers that only the program knows are not 0; its arguments are told, if only none"
+    assert first["benchmark"]["extra_info"] == {"bench_serving": told}, said
 
 
 def test_pytorch_records_have_no_number_of_a_dropped_block(moved: BenchReport) -> None:
