@@ -718,6 +718,14 @@ def test_no_panel_is_empty_and_what_never_changes_needs_none(
     assert drawn.notes == ("host load / cores: 0.1 in every trial.",)
 
 
+def test_what_ends_as_it_began_may_have_changed_between() -> None:
+    rows = [{"fact": fact, "value": value} for value in (60.0, 61.5, 60.0) for fact in ("°C", "k")]
+    level = [row | {"value": 7.0} if row["fact"] == "k" else row for row in rows]
+    drawn, notes = charts.split(level, "fact", "value")
+    assert list(drawn) == ["°C"], "a fact that changed in the middle of a run is drawn"
+    assert notes == ("k: 7 in every trial.",)
+
+
 def test_ticks_of_a_percent_axis_are_few_and_inside() -> None:
     for domain in ((-0.4, 0.6), (-0.02, 0.03), (0.0, 0.004), (-3.0, 0.1)):
         axis = charts.percent_axis("x", domain)["axis"].to_dict()

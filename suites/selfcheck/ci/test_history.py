@@ -241,6 +241,13 @@ def test_a_benchmark_leaves_its_candidates_alone() -> None:
     assert entries["bs8-in64-out32/ttft"].low is None  # five blocks bound nothing
 
 
+def test_a_map_of_many_kinds_of_machine_has_room_for_each() -> None:
+    nights = [night(1, sku=f"GPU {number}") for number in range(5)]
+    [panel] = history_plots.heat_map(history.all_series(nights)).panels
+    said = "five columns of 110 px, of which two fit beside the names on a panel of 284 px"
+    assert panel.chart.to_dict()["width"] == 284 + 3 * 110, said
+
+
 def test_image_is_the_software_of_both_arms() -> None:
     gpu = replace(ENVIRONMENT, driver="580.1", cuda="13.0", commit="abc")
     assert image(gpu) == "platform Linux, driver 580.1, cuda 13.0, torch 2.13.0"
