@@ -11,6 +11,10 @@ from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.bench.wording import percent
 
 MOST_LINES = 60
+MOST_NOTES = 40
+"""More would leave no line to the verdict."""
+BREAK = "  "
+"""Of a line, in Markdown."""
 LEVELS = {
     BenchVerdict.REGRESSED: "error",
     BenchVerdict.INVALID: "error",
@@ -30,7 +34,7 @@ def summary(report: BenchReport, *, notes: Sequence[str] = (), link: str = "") -
 
     Args:
         report: of the run.
-        notes: further paragraphs of one line.
+        notes: further lines, the most important first.
         link: of the whole report, empty for none.
     """
     head = [f"## specgate bench: {report.title}", "", report.sentence, ""]
@@ -44,7 +48,10 @@ def summary(report: BenchReport, *, notes: Sequence[str] = (), link: str = "") -
             *report.unknown_conditions,
         )
     ]
-    tail = [line for note in (*notes, *report.reasons[:3]) for line in ("", note)]
+    further = len(notes) - MOST_NOTES
+    told = [*notes[:MOST_NOTES], *([f"… and {further} more notes."] if further > 0 else [])]
+    tail = ["", *(note + BREAK for note in told)] if told else []
+    tail += [line for reason in report.reasons[:3] for line in ("", reason)]
     tail += ["", f"[The whole report]({link})"] if link else []
     rows = [row for row in report.judged if row.verdict is not BenchVerdict.OK]
     others = len(tail) + len(TABLE_HEAD.splitlines()) + 3

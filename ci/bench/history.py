@@ -141,6 +141,9 @@ def append(path: Path, entries: Iterable[Entry]) -> list[Entry]:
     new = lacking(entries, known)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
+        # A history from elsewhere may lack the end of its last line.
+        if known and not path.read_bytes().endswith(b"\n"):
+            file.write("\n")
         file.writelines(entry.to_json() + "\n" for entry in new)
     return known + new
 

@@ -46,7 +46,7 @@ def write(
         folder.mkdir(parents=True, exist_ok=True)
         figures = latency_table.read(folder / latency_table.LATENCY_FILE)
         series = history.all_series(history.append(past, report.entries()))
-        summary = github.summary(report, notes=[*history.notes(series), *notes], link=PAGE)
+        summary = github.summary(report, notes=[*notes, *history.notes(series)], link=PAGE)
         texts = {
             "bench.xml": junit.document(report.cases),
             "bench.json": exports.smaller_is_better(report.cases, figures),

@@ -130,7 +130,10 @@ def _evidence(row: CaseReport, decades: Sequence[float]) -> Any:
 
 
 def slopes(rows: Sequence[CaseReport]) -> Drawing:
-    """One panel per case: both arms of every block in the order they ran, joined."""
+    """One panel per case: both arms of every block in the order they ran, joined.
+
+    A block in which a trial left no number is not drawn.
+    """
     table = [
         {
             "case": f"{row.label}, {row.unit}" if row.unit else row.label,
@@ -142,7 +145,8 @@ def slopes(rows: Sequence[CaseReport]) -> Drawing:
         }
         for row in rows
         for block in row.blocks
-        for place, (arm, value) in enumerate(zip(block.order, block.values, strict=False))
+        if len(block.values) == len(block.order)  # else nobody knows whose they are
+        for place, (arm, value) in enumerate(zip(block.order, block.values, strict=True))
     ]
     panels, notes = split(table, "case", "value")
     drawn = tuple(Panel(case, _slopes(here)) for case, here in panels.items())

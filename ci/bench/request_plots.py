@@ -28,6 +28,7 @@ from ci.bench.charts import (
     split,
     values,
 )
+from harness.bench.analysis_blocks import complete
 from harness.bench.session_records import Sample, Session, Trial
 from harness.bench.stats.decomposition import decompose
 from harness.bench.wording import percent
@@ -59,31 +60,25 @@ def shifts(session: Session, trials: Iterable[Trial]) -> list[dict[str, Any]]:
     """Relative shift from A to B of every decile: median, least and largest over the blocks.
 
     Requests of one launch are not independent, so a block is one observation; blocks with an
-    invalid trial or without both arms are left out.
+    invalid trial, and those that an interruption cut off, are left out.
     """
-    pairs: defaultdict[tuple[str, int], dict[str, list[Trial]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
+    by_workload: defaultdict[str, list[Trial]] = defaultdict(list)
     for trial in trials:
         if trial.session == session.id:
-            pairs[trial.workload, trial.block][trial.arm].append(trial)
+            by_workload[trial.workload].append(trial)
     rows: list[dict[str, Any]] = []
-    for workload in dict.fromkeys(name for name, _ in pairs):
-        blocks = [arms for (name, _), arms in pairs.items() if name == workload and _whole(arms)]
+    for workload, mine in by_workload.items():
+        whole = complete(session, mine).values()
+        blocks = [block for block in whole if not any(trial.invalid for trial in block)]
         for name, time in REQUEST_TIMES:
-            found = [shift for arms in blocks if (shift := _shift(arms, time)) is not None]
+            found = [shift for block in blocks if (shift := _shift(block, time)) is not None]
             rows += _spread(workload, name, np.array(found)) if found else []
     return rows
 
 
-def _whole(arms: dict[str, list[Trial]]) -> bool:
-    trials = [trial for arm in ("A", "B") for trial in arms.get(arm, [])]
-    return set(arms) == {"A", "B"} and not any(trial.invalid for trial in trials)
-
-
-def _shift(arms: dict[str, list[Trial]], time: Callable[[Sample], float | None]) -> Any:
+def _shift(block: Sequence[Trial], time: Callable[[Sample], float | None]) -> Any:
     def deciles(arm: str) -> Any:
-        seen = [time(sample) for trial in arms[arm] for sample in trial.samples]
+        seen = [time(sample) for trial in block if trial.arm == arm for sample in trial.samples]
         known = [one for one in seen if one is not None and one > 0]
         return np.percentile(known, DECILES) if known else None
 

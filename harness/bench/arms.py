@@ -176,7 +176,8 @@ class Arm:
         package = "torch" if self.kind == "embedded" else "sglang"
         versions = {package: _version(self.python, package)}
         words = self._launch().argv
-        ports = {i for w, word in enumerate(words) if word.endswith("port") for i in (w, w + 1)}
+        flags = [w for w, word in enumerate(words) if word[:2] == "--" and word.endswith("port")]
+        ports = {place for flag in flags for place in (flag, flag + 1)}
         command = tuple(word for i, word in enumerate(words) if i not in ports)
         return ArmFacts(
             name=self.options.get("name", self.spec),

@@ -20,6 +20,8 @@ from harness.bench.stats.validity import Conditions, reasons
 PERIOD_S = 0.1
 CHECK_S = 1.0
 NICENESS = -10
+USUAL_PORTS = {"http": 80, "https": 443}
+"""Of a URL that names none."""
 
 
 class Gpu(Protocol):
@@ -123,7 +125,8 @@ def _spent(process: psutil.Process) -> float:
 
 def listeners(url: str) -> list[int]:
     """Processes of this host that listen at a URL: an attached server's work is no load either."""
-    port = urlsplit(url).port
+    parts = urlsplit(url)
+    port = parts.port or USUAL_PORTS[parts.scheme]
     with contextlib.suppress(psutil.AccessDenied):
         sockets: list[Any] = psutil.net_connections(kind="tcp")
         heard = {s.pid for s in sockets if s.status == psutil.CONN_LISTEN and s.laddr.port == port}

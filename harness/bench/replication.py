@@ -96,8 +96,9 @@ def _asked(host: HostRun) -> dict[str, Any]:
     return asked
 
 
-def _arm(arm: ArmFacts) -> tuple[str, dict[str, str]]:
-    return arm.name, arm.versions
+def _arm(arm: ArmFacts) -> tuple[str, dict[str, str], float]:
+    """Its slowdown too, which a name of the user's own does not tell."""
+    return arm.name, arm.versions, arm.slowdown
 
 
 def agree(evidence: Sequence[Evidence]) -> bool | None:

@@ -67,6 +67,9 @@ class BenchRun:
             lines = self._begin(logs, ends)
             plans = [line for line in lines if isinstance(line, Session)]
             with ConsoleView(plans, self.console) as view:
+                for begun in lines:
+                    if isinstance(begun, Trial):
+                        view.trial_done(begun)
                 return BlockRunner(
                     sessions=plans,
                     arms={role: self.setup.arms(role) for role in self.setup.roles},

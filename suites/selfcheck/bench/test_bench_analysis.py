@@ -208,6 +208,14 @@ def test_a_launch_that_failed_loses_its_block_alone(tmp_path, lost):
     assert not [why for why in found.reasons if why.startswith("count")]
 
 
+def test_blocks_after_one_that_failed_are_counted(tmp_path):
+    path = tmp_path / "bench.jsonl"
+    records(path, ratio=1.0, counts=({"kernels": 7}, {"kernels": 8}), lost=(0,))
+    told = "equal arms that launch unequal kernels after a block that failed are invalid"
+    assert judged(path).verdict is BenchVerdict.INVALID, told
+    assert judged(path).reasons[0] == "count kernels: A 7, B 8"
+
+
 @pytest.mark.parametrize("calibrated", [0.002, 0.05])
 def test_first_blocks_are_bet_on_with_the_noise_that_the_plan_was_calibrated_with(
     tmp_path, calibrated

@@ -97,6 +97,15 @@ def test_a_sglang_arm_has_a_pair_or_folders(monkeypatch):
         parse("sglang:backend=triton").facts()
 
 
+def test_a_folder_whose_name_ends_like_a_port_is_a_fact_of_its_arm(monkeypatch):
+    monkeypatch.setattr("harness.bench.arms._version", lambda python, package: "9")
+    arm = parse("sglang:target=/models/export,draft=none,backend=fa3")
+    words = " ".join(arm.facts().command)
+    said = "a plan records what is served and how, whatever its folder is called, without ports"
+    assert "--model-path /models/export --attention-backend fa3" in words, said
+    assert "--port" not in words, said
+
+
 def test_a_shape_is_served_with_drawn_weights_and_a_fixed_accept_length(monkeypatch, tmp_path):
     monkeypatch.setattr("harness.bench.arms._version", lambda python, package: "9")
     folders = {"wide": tmp_path / "wide"}

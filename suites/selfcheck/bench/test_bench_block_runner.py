@@ -236,6 +236,20 @@ def test_sessions_share_the_launches_of_their_reference(tmp_path, monkeypatch):
         assert of_b == [f"{role.name.lower()}-{block}-B" for role in Role]
 
 
+def test_sessions_share_a_reference_whichever_blocks_they_are_at(tmp_path, monkeypatch):
+    """The candidate's first block was measured alone, so that its next one is block 1."""
+    out, lab = tmp_path / "bench.jsonl", Lab(monkeypatch)
+    asked = {"design": Design.THUE_MORSE_8, "blocks_at_most": 2, "side_by_side": 4}
+    lab.stop_after = 8
+    with pytest.raises(KeyboardInterrupt):
+        lab.run(out, **asked)
+    lab.stop_after, before = 10**9, len(lab.events)
+    lab.run(out, resume=True, **asked)
+    started = [event for event in lab.events[before:] if event[0] == "start"]
+    said = "three sessions take A and each one's B, then the two that are left A and theirs"
+    assert len(started) == 4 + 3, f"{said}: 7 servers, not {len(started)}"
+
+
 def test_a_workload_of_all_blocks_is_measured_before_the_next(tmp_path, monkeypatch):
     """A trial that follows a heavier workload's begins under its power cap, and its block falls."""
     lab = Lab(monkeypatch)
@@ -321,6 +335,22 @@ def test_an_interrupted_run_goes_on_at_the_block_it_was_in(tmp_path, monkeypatch
     # Of the nine trials before, one was of a block that the interruption cut off.
     twice, rule = [key for key, n in times.items() if n > 1], "no finished trial is measured again"
     assert twice == [("A/A", 1, 0, "small")], f"{rule}, but of the block cut off: {twice}"
+
+
+def test_the_bars_of_a_resumed_run_count_what_was_measured_before(tmp_path, monkeypatch):
+    out, lab = tmp_path / "bench.jsonl", Lab(monkeypatch)
+    lab.stop_after = 8
+    with pytest.raises(KeyboardInterrupt):
+        lab.run(out, blocks_at_most=2)
+    shown = []
+    view = "harness.bench.session.ConsoleView.trial_done"
+    monkeypatch.setattr(view, lambda _, trial: shown.append((trial.session, trial.block)))
+    lab.stop_after = 10**9
+    lab.run(out, blocks_at_most=2, resume=True)
+    measured = [(line.session, line.block) for line in read(out) if isinstance(line, Trial)]
+    assert shown == measured, (
+        "a bar moves for each trial of the file, those before it was resumed too"
+    )
 
 
 def test_bad_conditions_make_it_invalid_and_never_a_failure(tmp_path, monkeypatch):

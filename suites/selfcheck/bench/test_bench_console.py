@@ -70,6 +70,18 @@ def test_a_log_says_once_why_blocks_were_dropped(tmp_path):
     assert text.getvalue() == round_ + why + round_
 
 
+def test_a_log_tells_once_that_further_blocks_were_dropped(tmp_path):
+    session, _ = records(tmp_path / "one", blocks=3, lost=(1,))
+    records(tmp_path / "two", blocks=4, lost=(1, 2))
+    text = io.StringIO()
+    with ConsoleView([session], Console(file=text, force_terminal=False, width=200)) as view:
+        for name in ("one", "two", "two"):
+            view.blocks_done([judged(tmp_path / name)])
+    told = [line.partition(": ")[2][:24] for line in text.getvalue().splitlines() if "×" in line]
+    said = "a line that a later round repeats is told once, the second of a workload too"
+    assert told == ["1 of 3 blocks dropped: 1", "2 of 4 blocks dropped: 2"], said
+
+
 def test_a_log_counts_the_blocks_of_the_case_that_has_most(tmp_path):
     texts = io.StringIO()
     found = []

@@ -5,8 +5,18 @@ from dataclasses import replace
 import pytest
 
 from fixtures.tables.margins import MARGINS, ROWS
+from fixtures.tables.workloads import WORKLOADS
+from harness.bench import bench_serving
 from harness.bench.arms import parse
-from harness.bench.forecast import LAUNCH_S, TOKEN_S, TRIAL_S, Forecast, duration, forecast
+from harness.bench.forecast import (
+    LAUNCH_S,
+    PROGRAM_S,
+    TOKEN_S,
+    TRIAL_S,
+    Forecast,
+    duration,
+    forecast,
+)
 from harness.bench.jsonl import read
 from harness.bench.plan import Setup
 from harness.bench.session_records import Role, Workload
@@ -58,6 +68,13 @@ def test_a_launch_that_a_longer_session_began_is_no_other_for_one_after_a_shorte
     assert cost.launches == 9 + (9 + 5 + 9) + 2, f"{said}: {cost.launches}"
 
 
+def test_a_program_without_arguments_is_one_whose_requests_nobody_counts():
+    cost = forecast(replace(SETUP, workloads=(bench_serving.workload(""),)))
+    # Two warm-ups and three passes on each of 22 servers, each a start of the program.
+    expected = 22 * (LAUNCH_S + TRIAL_S) + 22 * (2 + 3) * PROGRAM_S
+    assert cost.seconds == pytest.approx(expected)
+
+
 def test_without_a_limit_a_session_takes_what_its_margins_allow():
     cost = forecast(replace(SETUP, blocks_at_most=None, roles=(Role.SAME, Role.INJECTED)))
     most = MARGINS["tpot"].n_max
@@ -82,6 +99,16 @@ def test_of_a_resumed_run_what_is_left_counts(tmp_path):
     decided = tmp_path / "decided.jsonl"
     records(decided, blocks=16, role=Role.CANDIDATE, design=Design.QUADS)
     assert forecast(setup, [*read(decided)]) == Forecast(launches=0, trials=0, seconds=0.0)
+
+
+def test_a_workload_without_an_open_case_costs_a_resumed_run_nothing(tmp_path):
+    path = tmp_path / "bench.jsonl"
+    rows = WORKLOADS["smoke-bs2-in32-out32"], *SETUP.workloads
+    # Its one case is of the first workload.
+    plan, _ = records(path, blocks=2, role=Role.CANDIDATE, design=Design.QUADS, workloads=rows)
+    setup = replace(SETUP, workloads=plan.workloads, blocks_at_most=16)
+    said = "fourteen blocks of four trials of the open workload are left, and none of the other"
+    assert forecast(setup, [*read(path)]).trials == 14 * 4, said
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,20 @@ def test_whoever_listens_at_a_url_is_its_server(monkeypatch):
     assert machine_monitor.listeners("http://127.0.0.1:80") == []
 
 
+@pytest.mark.parametrize(
+    ("url", "pid"), [("http://host", 1080), ("https://host", 1443), ("http://host:81", 1081)]
+)
+def test_a_url_without_a_port_has_that_of_its_scheme(monkeypatch, url, pid):
+    listening = machine_monitor.psutil.CONN_LISTEN
+    sockets = [
+        SimpleNamespace(status=listening, laddr=SimpleNamespace(port=port), pid=1000 + port)
+        for port in (80, 81, 443)
+    ]
+    monkeypatch.setattr(machine_monitor.psutil, "net_connections", lambda **_: sockets)
+    said = "an attached server is no other process, whether its URL names its port or not"
+    assert machine_monitor.listeners(url) == [pid], said
+
+
 def test_nvml_is_read(monkeypatch):
     real = nvml.pynvml
     reasons = real.nvmlClocksEventReasonHwPowerBrakeSlowdown | real.nvmlClocksEventReasonSwPowerCap

@@ -30,10 +30,12 @@ from ci.bench.case_report import number
 from ci.bench.history import Series, all_series
 from fixtures.fakes import synthetic_bench
 from fixtures.tables.margins import MARGINS
+from harness.bench import bench_serving
 from harness.bench.analysis import verdict
 from harness.bench.jsonl import append
 from harness.bench.session_records import Role, Session, Trial
 from harness.bench.stats.bench_verdict import BenchVerdict
+from harness.bench.stats.design import Design, draw_order
 from harness.bench.stats.validity import Conditions
 
 pytestmark = pytest.mark.untraced
@@ -192,6 +194,14 @@ def test_a_run_whose_control_failed_is_invalid_everywhere(broken: BenchReport) -
     assert lines[0].startswith("::error title=regressed bs1-in64-out32/tpot::")
 
 
+def test_equal_arms_of_which_one_is_faster_are_a_failed_control() -> None:
+    faster = bench_report({}, same=-0.04)
+    found = cases(junit.document(faster.cases))
+    told = "an A/A case that improved is an error in JUnit and an annotation, as one that regressed"
+    assert outcome(found["bench.A/A", f"{BS1}/tpot"]) == ["error"], told
+    assert next(github.remarks(faster)).startswith(f"::error title=improved {BS1}/"), told
+
+
 LATENCIES = {
     "device": "NVIDIA H200",
     "rows": [
@@ -308,6 +318,25 @@ def test_a_summary_with_a_long_head_ends_with_its_link_and_counts_its_rows(
     assert f"… and {3 - rows} more in the report." in text, "three cases are not ok"
 
 
+@pytest.mark.parametrize("many", [3, 40, 41, 90])
+def test_a_summary_with_many_notes_keeps_its_verdict_and_its_link(
+    moved: BenchReport, many: int
+) -> None:
+    notes = [f"alarm: case {number} creeps" for number in range(many)]
+    why = ("control A/A: missing", "control injected: missing", "no candidate was measured")
+    report = BenchReport(replace(moved.run, reasons=why), moved.trials)
+    text = github.summary(report, notes=notes, link="bench.html")
+    lines = [line.rstrip() for line in text.splitlines()]
+    said = "a summary begins with the verdict and ends with its link, however many notes there are"
+    title, link = "## specgate bench: INVALID", "[The whole report](bench.html)"
+    assert [*lines[:3], lines[-1]] == [title, "", report.sentence, link], said
+    assert len(lines) <= github.MOST_LINES
+    assert [line for line in lines if line in notes] == notes[:40], "the first 40 notes are shown"
+    told = [line for line in lines if line.endswith(" more notes.")]
+    hidden = {41: ["… and 1 more notes."], 90: ["… and 50 more notes."]}
+    assert told == hidden.get(many, []), "notes that are hidden are counted"
+
+
 def test_annotations_keep_to_one_line(moved: BenchReport) -> None:
     [row] = [row for row in moved.judged if row.case == f"{BS8}/tpot"]
     named = replace(row.workload, id="a,b:c\nd%")
@@ -383,6 +412,17 @@ def test_pytorch_records_have_the_number_of_every_trial(moved: BenchReport) -> N
         assert record["metric"]["benchmark_values"]
     controls = {row.session.id for row in moved.cases if row.is_control}
     assert not controls & {record["metric"]["extra_info"]["session"] for record in records}
+
+
+@pytest.mark.parametrize(("words", "told"), [("", ""), ("--seed 3", "--seed 3")])
+def test_pytorch_records_have_the_arguments_of_a_load_that_another_program_sends(
+    moved: BenchReport, words: str, told: str
+) -> None:
+    row = moved.judged[0]
+    finding = replace(row.finding, workload=bench_serving.workload(words))
+    first, _ = json.loads(pytorch_benchmark.document([replace(row, finding=finding)]))
+    said = "numbers that only the program knows are not 0; its arguments are told, if only none"
+    assert first["benchmark"]["extra_info"] == {"bench_serving": told}, said
 
 
 def test_pytorch_records_have_no_number_of_a_dropped_block(moved: BenchReport) -> None:
@@ -468,7 +508,8 @@ def test_every_trial_of_an_arm_shifts_its_deciles(moved: BenchReport) -> None:
         replace(trial, block=0, place=place, samples=(sample,))
         for place, (trial, sample) in enumerate(((a, first), (b, first), (b, later), (a, first)))
     ]
-    found = request_plots.shifts(moved.judged[0].session, trials)
+    session = replace(moved.judged[0].session, design=Design.QUADS)
+    found = request_plots.shifts(session, trials)
     shift = {row["decile"]: row["shift"] for row in found if row["panel"] == f"{BS1}: TTFT"}
     # B's requests took 40 and 60 ms, of which the percentile p is 40 + 20 p.
     assert shift == pytest.approx({p: 20 * p / 100 / 40 for p in range(10, 100, 10)})
@@ -488,6 +529,49 @@ def test_a_block_with_a_failed_trial_shifts_nothing() -> None:
     lines = list(synthetic_bench.run_lines({"ttft": 0.1}, noise=0.0, blocks=2, invalid=(0, 1)))
     session = next(one for one in lines if isinstance(one, Session) and one.role is Role.CANDIDATE)
     assert request_plots.shifts(session, [one for one in lines if isinstance(one, Trial)]) == []
+
+
+def test_what_an_interruption_cut_off_shifts_nothing() -> None:
+    effects = {"ttft": math.log(1.2)}
+    lines = list(synthetic_bench.run_lines(effects, noise=0.0, blocks=2, workloads=ONE))
+    session = next(one for one in lines if isinstance(one, Session) and one.role is Role.CANDIDATE)
+    first, second, third, fourth = (
+        one for one in lines if isinstance(one, Trial) and one.session == session.id
+    )
+
+    def shifted(plan: Session, *trials: Trial) -> set[float]:
+        rows = [row for row in request_plots.shifts(plan, trials) if "TTFT" in row["panel"]]
+        return {round(row[key], 9) for row in rows for key in ("low", "shift", "high")}
+
+    def late(trial: Trial) -> Trial:
+        samples = (replace(sample, ttft_ms=900.0) for sample in trial.samples)
+        return replace(trial, samples=tuple(samples))
+
+    measured_again = shifted(session, first, second, late(third), third, fourth)
+    said = "of a trial that was measured again the requests before the interruption do not count"
+    assert measured_again == {0.2}, said
+    quads = replace(session, design=Design.QUADS)
+    whole = [replace(one, place=place) for place, one in enumerate((first, second) * 2)]
+    cut_off = shifted(quads, *whole, late(third), fourth)
+    assert cut_off == {0.2}, "a block of which two of four trials are there is none"
+
+
+def test_a_block_without_all_its_numbers_is_not_drawn_under_the_wrong_arms() -> None:
+    lines = [
+        replace(line, metrics={}, invalid=("it died",))
+        if isinstance(line, Trial)
+        and (line.session, line.block, line.place) == (Role.CANDIDATE, 1, 0)
+        else line
+        for line in synthetic_bench.run_lines(blocks=3, workloads=ONE)
+    ]
+    row = next(row for row in BenchReport.of(lines).judged if row.metric == "tpot")
+    [panel] = plots.slopes([row]).panels
+    [table] = panel.chart.to_dict()["datasets"].values()
+    drawn = [(point["block"], point["arm"]) for point in table]
+    orders = [draw_order("orders", block, Design.PAIRS) for block in (0, 2)]
+    due = [(block, arm) for block, order in zip((1, 3), orders, strict=True) for arm in order]
+    said = "of block 2 the first trial left no number, so that the only one belongs to the second"
+    assert drawn == due, said
 
 
 def test_waterfall_adds_up_to_tpot() -> None:
@@ -627,6 +711,14 @@ def test_no_panel_is_empty_and_what_never_changes_needs_none(
     drawn = request_plots.conditions_plot(trials)
     assert [panel.title for panel in drawn.panels] == ["GPU, °C"]
     assert drawn.notes == ("host load / cores: 0.1 in every trial.",)
+
+
+def test_what_ends_as_it_began_may_have_changed_between() -> None:
+    rows = [{"fact": fact, "value": value} for value in (60.0, 61.5, 60.0) for fact in ("°C", "k")]
+    level = [row | {"value": 7.0} if row["fact"] == "k" else row for row in rows]
+    drawn, notes = charts.split(level, "fact", "value")
+    assert list(drawn) == ["°C"], "a fact that changed in the middle of a run is drawn"
+    assert notes == ("k: 7 in every trial.",)
 
 
 def test_ticks_of_a_percent_axis_are_few_and_inside() -> None:

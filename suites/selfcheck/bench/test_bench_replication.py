@@ -90,8 +90,9 @@ ROW = WORKLOADS["smoke-bs2-in32-out32"]
 @pytest.mark.parametrize(
     ("changed", "what"),
     [
-        ({"a": ArmFacts(name="old")}, "arm A of session s = ('old', {})"),
+        ({"a": ArmFacts(name="old")}, "arm A of session s = ('old', {}, 0.0)"),
         ({"b": ArmFacts(name="b", versions={"sglang": "0.5.14"})}, "arm B of session s = ('b', {'"),
+        ({"b": ArmFacts(name="b", slowdown=0.02)}, "arm B of session s = ('b', {}, 0.02)"),
         ({"design": Design.QUADS}, "design of session s = 'quads'"),
         ({"workloads": (replace(ROW, output_len=33),)}, "workloads of session s = ("),
     ],

@@ -174,6 +174,9 @@ def test_launches_come_once_until_all_have_come_and_no_arm_meets_itself():
     twice = draw_launches(random, np.array([0, 0, 0, 1, 1, 2, 3, 3]), (50, 20), Design.THUE_MORSE_8)
     assert twice.shape == (50, 20, 2, 1)
     assert (twice[:, :, 0] != twice[:, :, 1]).all()
+    quads = draw_launches(random, np.repeat(np.arange(12), 2), (50, 20), Design.QUADS)
+    met = quads[:, :, 0, :, None] == quads[:, :, 1, None, :]
+    assert not met.any(), "of two launches of an arm neither is one of the other arm's"
 
 
 def test_two_hosts_are_two_clusters_whose_launches_never_meet():
@@ -210,6 +213,13 @@ def test_slowed_launches_and_other_arms_do_not_count():
 def test_blocks_that_were_started_together_share_the_time_of_a_start():
     (recorded,) = recorded_launches([("host", list(lines(wave=3)))])
     assert recorded.hosts["host"].start_s == pytest.approx(START_S / 3)
+
+
+def test_a_start_of_a_host_takes_the_median_of_its_files():
+    files = [("host", list(lines(wave=wave, seed=wave))) for wave in (1, 3, 2)]
+    (recorded,) = recorded_launches(files)
+    said = "of three files a start takes 20, 20 / 3 and 20 / 2 s a block"
+    assert recorded.hosts["host"].start_s == pytest.approx(10.0), said
 
 
 def test_sessions_that_follow_each_other_have_blocks_and_starts_of_their_own():

@@ -4,6 +4,7 @@ import io
 import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from rich.console import Console
 from fixtures.pytest_plugin.poll import eventually
 from harness.bench import selfcheck
 from harness.bench.session_records import Role
+from harness.bench.stats.bench_verdict import BenchVerdict
 from harness.core.paths import ROOT
 from suites.selfcheck.bench.test_bench_analysis import judged, records
 
@@ -27,6 +29,8 @@ def test_a_selfcheck_counts_what_was_left_alone_and_what_was_found(tmp_path):
     assert (good.left_alone, good.found, good.blocks) == (True, True, 8)
     missed = selfcheck.outcome([injected], 1.0)
     assert not missed.left_alone
+    invalid = replace(good, same={"tpot": BenchVerdict.OK, "itl": BenchVerdict.INVALID})
+    assert not invalid.left_alone, "an A/A session that could not be judged was not left alone"
     swapped = selfcheck.SelfCheckOutcome(
         same=good.injected, injected=good.same, blocks=1, seconds=1.0
     )

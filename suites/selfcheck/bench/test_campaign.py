@@ -186,6 +186,33 @@ def test_no_row_follows_one_that_was_interrupted(recorder, tmp_path):
     assert codes == {"phases": 130}
 
 
+def test_a_row_that_was_interrupted_is_no_failure(recorder, tmp_path, monkeypatch, capsys):
+    script = recorder.parent / "python"
+    script.write_text(script.read_text().replace("sys.exit(2 if", "sys.exit(130 if"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    code = campaign.main(["phases", "--out", str(tmp_path / "records"), "--seconds", "900"])
+    said = "the same command goes on with a row that was interrupted: it is no failure"
+    assert (code, capsys.readouterr().err) == (0, ""), said
+
+
+def test_the_next_row_has_the_time_that_the_one_before_left(recorder, tmp_path):
+    script = recorder.parent / "python"
+    script.write_text(script.read_text().replace("time.sleep(0.2)", "time.sleep(1)"))
+    rows = [COMPARISONS["mha-fa3"], COMPARISONS["mla-kv_indices"]]
+    ends = time.monotonic() + campaign.LEAST_S + 0.9
+    codes = campaign.Campaign(rows=rows, out=tmp_path, ends=ends).run(["0"])
+    said = "0.9 s more than a row needs are gone after one that took 1 s"
+    assert codes == {"mha-fa3": 0}, said
+
+
+def test_what_a_row_printed_before_it_went_on_is_kept(recorder, tmp_path):
+    for _ in range(2):
+        ends = time.monotonic() + 999
+        campaign.Campaign(rows=[COMPARISONS["mha-fa3"]], out=tmp_path, ends=ends).run(["0"])
+    printed = (tmp_path / "mha-fa3.txt").read_text().splitlines()
+    assert printed == ["began", "said 0"] * 2, "each command's lines follow those before it"
+
+
 def test_nothing_is_begun_that_has_no_time(recorder, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert campaign.main(["--out", str(tmp_path), "--seconds", "100"]) == 0

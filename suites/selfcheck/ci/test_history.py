@@ -75,6 +75,14 @@ def test_alarm_is_at_365_and_noted_with_its_first_night() -> None:
     ]
 
 
+def test_an_alarm_that_later_nights_refute_is_not_told() -> None:
+    # (0 + 1) · 400 = 400, (400 + 1) · 0.5 = 200.5.
+    found = history.series(by_e(400.0, 0.5))
+    assert found.evidence == (400.0, 200.5)
+    told = "an alarm is told as long as the detector stands at 365 or more, not ever after"
+    assert history.notes({("bs8/tpot", "NVIDIA B200"): found}) == [], told
+
+
 def test_an_alarm_is_dated_in_its_own_epoch() -> None:
     nights = by_e(400.0, 1.0, 1.0, 400.0, 1.0)
     nights[2:] = [replace(entry, pin="sglang 0.5.15") for entry in nights[2:]]
@@ -179,6 +187,17 @@ def test_a_night_counts_once_and_comes_back_as_it_was(tmp_path: Path) -> None:
     assert "Infinity" not in path.read_text()
 
 
+def test_a_night_after_a_line_without_an_end_is_a_line_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_text(night(1).to_json())
+    history.append(path, [night(2)])
+    try:
+        found = history.read(path)
+    except UsageError as error:
+        pytest.fail(f"a history whose last line has no end can be added to: {error}")
+    assert found == [night(1), night(2)]
+
+
 def test_series_are_told_apart_by_case_and_machine_and_sorted_by_night() -> None:
     other = [night(n, sku="NVIDIA H200") for n in (3, 1)]
     found = history.all_series([night(2), *other, night(1)])
@@ -220,6 +239,13 @@ def test_a_benchmark_leaves_its_candidates_alone() -> None:
     assert all(e.e < 1 for e in faster.entries() if e.case.endswith("/tpot")), said
     assert (slower.pin, slower.night) == ("pinned (sglang 0.5.14)", synthetic_bench.STARTED)
     assert entries["bs8-in64-out32/ttft"].low is None  # five blocks bound nothing
+
+
+def test_a_map_of_many_kinds_of_machine_has_room_for_each() -> None:
+    nights = [night(1, sku=f"GPU {number}") for number in range(5)]
+    [panel] = history_plots.heat_map(history.all_series(nights)).panels
+    said = "five columns of 110 px, of which two fit beside the names on a panel of 284 px"
+    assert panel.chart.to_dict()["width"] == 284 + 3 * 110, said
 
 
 def test_image_is_the_software_of_both_arms() -> None:
