@@ -238,6 +238,24 @@ def test_bad_words_are_refused(capsys, monkeypatch, tmp_path):
     assert "GPUs of this machine = 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("shown", "found"), [(None, ["0", "1", "2"]), ("2", ["2"]), ("1,GPU-ab", ["1", "GPU-ab"])]
+)
+def test_gpus_are_those_that_are_shown(monkeypatch, shown, found):
+    monkeypatch.setattr(campaign.nvml, "count", lambda: 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if shown:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    assert campaign.gpus() == found
+
+
+def test_an_empty_list_shows_no_gpu_of_a_machine_that_has_some(monkeypatch):
+    monkeypatch.setattr(campaign.nvml, "count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(UsageError, match="GPUs of this machine = 0"):
+        campaign.gpus()
+
+
 def test_effects_are_those_of_the_records(capsys):
     path = Path("docs/example/llama-3.1-8b/host-3-swapped.jsonl.gz")
     rows = list(campaign.effects(COMPARISONS["phases"], [path]))
