@@ -243,6 +243,10 @@ def _topk(output: LogitsProcessorOutput, case: Case, expected: Expected) -> Comp
         return Comparison(
             quantity="topk", verdict=Verdict.WRONG_SHAPE, error=torch.inf, message="topk: none"
         )
+    due = (case.bs, 1)
+    for name, top in (("topk_index", output.topk_index), ("topk_p", output.topk_p)):
+        if top.shape != due:
+            return _misshapen(name, top, due)
     last = torch.tensor(case.q_lens).cumsum(0) - 1
     expected_p = output.next_token_logits.cpu()[last].double().softmax(-1).amax(-1)
     worst = float((output.topk_p[:, 0].cpu() - expected_p).abs().max())

@@ -76,6 +76,12 @@ def test_fp8_weights_are_rounded_relative_to_the_largest() -> None:
     rounded = low_precision_attend(q, k, v, weights_dtype=torch.float8_e4m3fn, **given)
     assert plain.item() == pytest.approx(0.3 / 1.3)
     assert rounded.item() == pytest.approx(128 / 448 / 1.3)
+    beside = low_precision_attend(
+        q, k, v, weights_dtype=torch.float8_e4m3fn, sinks=torch.zeros(1), **given
+    )
+    # A sink of logit 0 weighs 1: the largest weight is one of 2.3, and the sink gives no value.
+    said = "weights beside a sink are rounded relative to the largest of a key"
+    assert beside.item() == pytest.approx(128 / 448 / 2.3), said
     # A second head sees two equal keys; its largest weight is half of all.
     q = torch.tensor([[[1.0], [0.0]]])
     two = low_precision_attend(q, k, v, weights_dtype=torch.float8_e4m3fn, **given)
@@ -95,6 +101,14 @@ def test_a_rounded_query_is_the_oracles_too_and_rounded_weights_are_not() -> Non
     assert not torch.equal(query, plain)
     assert torch.equal(weights, plain)
     assert (reference - plain).norm() > 3 * (plain_reference - plain).norm()
+
+
+def test_a_query_that_is_scaled_in_another_mode_is_rounded_in_the_oracle_of_this_one() -> None:
+    others = frozenset(Mode) - {Mode.TARGET_VERIFY}
+    rounded, _ = expected(FP8_VERIFY, ROUNDS)
+    found, _ = expected(FP8_VERIFY, replace(ROUNDS, scales_query=others))
+    said = "the oracle leaves the query as it is in the modes that scale it, and in no other"
+    assert torch.equal(found, rounded), said
 
 
 def test_new_keys_are_attended_as_they_are_in_that_execution_of_that_mode_alone() -> None:

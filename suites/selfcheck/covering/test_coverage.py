@@ -107,6 +107,17 @@ def test_a_gpu_of_another_kind_ran_nothing_for_this_one(
         assert code == int(name != ran_there), f"{told}: {capsys.readouterr().out}"
 
 
+@pytest.mark.parametrize(("machine", "ran_there"), [("cpu", True), ("sm90", False)])
+def test_what_a_gpu_s_plan_runs_on_the_cpu_counts_for_the_cpu(
+    tmp_path: Path, machine: str, ran_there: bool
+) -> None:
+    path = tmp_path / "records.jsonl"
+    write_records(path, [ran(EDGE, device="cpu", kind="sm90")])
+    code = main([str(path), "--machine", machine, "width=8"])
+    said = "a trial of sm90's plan that ran on the CPU is one of the CPU and of no GPU"
+    assert code == int(not ran_there), f"{said}, and not otherwise of {machine}"
+
+
 def test_pairs_are_counted_as_run_missed_or_not_feasible(
     path: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

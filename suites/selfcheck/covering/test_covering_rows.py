@@ -104,6 +104,13 @@ def test_a_batch_of_any_captured_size_is_not_padded(bs: int, padding: str) -> No
     assert found == padding, f"{bs} requests in graphs of 8 and 13: {found}"
 
 
+def test_a_cache_that_nothing_is_scaled_for_has_no_scale() -> None:
+    case = replace(case_of(VALUES), kv_dtype=KVDtype.AUTO)
+    assert case.k_scale == 0.25
+    found = values_of_trial(case, "trtllm_gen", Execution.EAGER)["scale"]
+    assert found == "unit", f"a cache of the activations' dtype ran no scale: {found}"
+
+
 @BY_NAME
 def test_rows_have_every_feasible_combination(machine: Machine, strength: int) -> None:
     kept = [row for s in STRENGTHS if s <= strength for row in load(machine, s)]

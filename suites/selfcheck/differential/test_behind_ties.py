@@ -162,6 +162,19 @@ def test_the_benchmarks_check() -> None:
         check_answers(arm, Client({index: text.wrong}), workload)  # type: ignore[arg-type]
 
 
+def test_the_benchmarks_check_of_an_arm_that_computes_in_float32() -> None:
+    index = 1
+    text, workload = parted(index), WORKLOADS["smoke-bs2-in32-out32"]
+    arm, told = parse(f"embedded:pair={PAIR}"), "no complaint"
+    assert arm.is_exact
+    try:
+        check_answers(arm, Client({index: text.right}), workload)  # type: ignore[arg-type]
+    except ContractError as error:
+        told = str(error)
+    due = f"prompt {index} of {PAIR}: tokens: item {text.tied} is {text.right[text.tied]}, "
+    assert told.startswith(due), f"what ties in bfloat16 is wrong in float32: {told}"
+
+
 def test_a_part_of_a_golden_has_the_steps_that_began_in_it() -> None:
     golden = load_prompt(PAIR, 0)
     first, second = golden.accept_lengths[:2]

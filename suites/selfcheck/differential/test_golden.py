@@ -158,6 +158,17 @@ def recorded_as_if_meant(data):
             edit_manifest(lambda d: d["entries"]["mha"].update(more={})),
             r"manifest\.json does not list what mha\.json holds",
         ),
+        (
+            # As a merge leaves it that takes one side's entries and the other's files.
+            "mha.json",
+            recorded_as_if_meant(b'{"edge": {}, "lost": {}}'),
+            r"manifest\.json does not list what mha\.json holds",
+        ),
+        (
+            "manifest.json",
+            edit_manifest(lambda d: d["entries"].pop("mha")),
+            r"manifest\.json is corrupt: its files are not those of its entries",
+        ),
     ],
 )
 def test_damage_is_named_and_a_rewrite_mends_it(folder, name, damage, said):

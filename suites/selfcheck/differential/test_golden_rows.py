@@ -294,6 +294,18 @@ def test_the_oracle_is_asked_about_a_text_that_is_not_the_goldens(
     assert found is oracles, said
 
 
+def test_a_text_that_was_made_without_drafts_contradicts_no_accept_length() -> None:
+    # The golden's second step accepts four tokens, long before the texts part.
+    parted = text("token_ids", 9).token_ids
+    assert load_prompt(*PROMPT).accept_lengths[1] == 4
+    said = "a text of one token a step says nothing of the steps that a golden was made by"
+    try:
+        found = followed.followed.__wrapped__(*PROMPT, parted, speculative=False)
+    except GoldenError as error:
+        pytest.fail(f"{said}: {error}")
+    assert set(found.accept_lengths) == {1}, f"{said}: {found.accept_lengths}"
+
+
 @pytest.mark.parametrize(
     ("name", "place", "said"),
     [("token_ids", 0, "token 0 is"), ("token_ids", 9, "token 9 is"), ("accept_lengths", 2, "step")],

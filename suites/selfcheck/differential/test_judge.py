@@ -103,6 +103,19 @@ def test_a_draft_that_hands_out_too_few_tokens_is_told_its_shape() -> None:
     assert told == due, f"{said}: {told}"
 
 
+def test_a_draft_of_another_shape_is_told_between_its_invariants_and_its_operations() -> None:
+    case = find("mha-multi_step_draft-bs2_ragged")
+    right = run_forward(MHA, make_trial_inputs(case), EAGER)
+    assert isinstance(right.output, DraftOutput)
+    short = replace(right.output, draft_tokens=right.output.draft_tokens[:, :-1])
+    wrong = replace(right, output=short, violations=("invariant",), operations=("operations",))
+    found = judge(wrong, EAGER, MHA.numerics("cpu"), workspaces=())
+    told = [c.message for c in found if not c.passed]
+    said = "an invariant names the cause and comes first, operations are the last cause to name"
+    due = ["invariant", "draft_tokens: obtained shape [2, 4], expected [2, 5]", "operations"]
+    assert told == due, f"{said}: {told}"
+
+
 def test_the_tie_of_a_drafted_token_is_wider_where_the_query_is_scaled_alone() -> None:
     case = find("mha-multi_step_draft-fp16_fp8_cache")
     result = run_forward(XQA, make_trial_inputs(case, *decoys(case)), EAGER)
@@ -183,6 +196,26 @@ def test_a_graph_that_hands_out_half_of_its_top_1_is_told(field: str) -> None:
         pytest.fail(f"{said}, and the judge ends with no {error!r}")
     told = [(c.verdict, c.message) for c in found if not c.passed]
     assert told == [(Verdict.WRONG_SHAPE, "topk: none")], f"{said}: {told}"
+
+
+@pytest.mark.parametrize("field", ["topk_p", "topk_index"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_graph_that_hands_out_the_top_1_of_other_requests_is_told_its_shape(
+    rows: int, field: str
+) -> None:
+    case = find("mha-draft_extend_v1-accept_1_3")
+    right = run_forward(MHA, make_trial_inputs(case, *decoys(case)), GRAPH)
+    # Of the first request alone, or of the bucket's padded rows, too.
+    handed_out = getattr(right.output, field)[[0, 1, 0, 0][:rows]]
+    wrong = replace(right, output=replace(right.output, **{field: handed_out}))
+    said = f"{field} of {rows} requests is told its shape, and compared with none of two"
+    try:
+        found = judge(wrong, GRAPH, MHA.numerics("cpu"), workspaces=())
+    except (IndexError, RuntimeError) as error:
+        pytest.fail(f"{said}, and the judge ends with no {error!r}")
+    told = [(c.verdict, c.message) for c in found if not c.passed]
+    due = f"{field}: obtained shape [{rows}, 1], expected [2, 1]"
+    assert told == [(Verdict.WRONG_SHAPE, due)], f"{said}: {told}"
 
 
 def test_a_draft_whose_steps_have_tables_of_their_own_owes_later_pages_to_later_steps() -> None:

@@ -12,7 +12,7 @@ import pytest
 from ci import gate
 from fixtures.pytest_plugin.shards import Shard
 from harness.core.paths import python_path
-from harness.core.record import Record, Verdict, read_records, write_records
+from harness.core.record import Record, Verdict, read_records, record_lines, write_records
 
 pytest_plugins = ["pytester"]
 pytestmark = pytest.mark.untraced
@@ -217,6 +217,35 @@ def test_records_of_another_kinds_plan_are_refused(project: pytest.Pytester) -> 
     assert "--resume: kind = 'sm90' is not accepted; accepted: sm100" in line
     assert (project.path / "out" / "records.jsonl").read_bytes() == before
     assert project.runpytest_inprocess(*ARGS, "--kind", "sm90", "--resume").ret == 0
+
+
+def test_every_record_is_asked_for_its_kind(project: pytest.Pytester) -> None:
+    names = [f"fixtures.pytest_plugin.{name}" for name in ("kinds", "resume", "shards", "records")]
+    project.makeconftest(f"pytest_plugins = {names}")
+    (project.path / "mended").touch()
+    project.runpytest_inprocess(*ARGS, "--kind", "sm90")
+    path = project.path / "out" / "records.jsonl"
+    found = list(records(project).values())
+    path.write_text(record_lines([*found[:-1], replace(found[-1], kind="sm100")]))
+    result = project.runpytest_inprocess(*ARGS, "--kind", "sm90", "--resume")
+    said = "a trial of sm100's plan, the last of a file of sm90's records, ends no trial of sm90"
+    assert result.ret == pytest.ExitCode.USAGE_ERROR, said
+    assert "--resume: kind = 'sm100' is not accepted; accepted: sm90" in "".join(result.errlines)
+
+
+def test_records_of_a_gpu_that_is_not_here_are_refused(project: pytest.Pytester) -> None:
+    project.runpytest_inprocess(*ARGS)
+    path = project.path / "out" / "records.jsonl"
+    there = replace(records(project)["case1"], device="cuda:99")
+    write_records(path, [there])
+    before = path.read_bytes()
+    result = project.runpytest_inprocess(*ARGS, "--resume")
+    told = [line for line in result.errlines if line]
+    said = "records of a GPU that this machine lacks are refused in one line"
+    assert result.ret == pytest.ExitCode.USAGE_ERROR, f"{said}: {int(result.ret)}"
+    assert len(told) == 1, f"{said}: {told}"
+    assert "records.jsonl: device = 'cuda:99' is not accepted; accepted: cpu; " in told[0], said
+    assert path.read_bytes() == before
 
 
 def test_without_records_it_is_refused(project: pytest.Pytester) -> None:

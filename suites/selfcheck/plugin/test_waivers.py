@@ -166,6 +166,9 @@ def test_waiver_that_matches_nothing_is_found() -> None:
     planned = [("waived_red", "trtllm_mha/xqa", "eager"), ("other", "trtllm_mla/xqa", "graph")]
     gone = replace(WAIVER, case="gone", place="sm*")
     assert idle([WAIVER, gone], planned) == [gone]
+    found = [waiver.case for waiver in idle([gone, WAIVER], iter(planned))]
+    said = "every waiver is held to all trials, also behind one that matched none of them"
+    assert found == ["gone"], f"{said}: {found}"
 
 
 def test_every_waiver_matches_a_planned_trial() -> None:
