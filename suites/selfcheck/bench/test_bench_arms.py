@@ -367,6 +367,23 @@ def test_a_run_goes_on_where_every_session_is_as_begun(tmp_path, monkeypatch):
     assert {session.role for session in compared} == {*Role}, told
 
 
+def test_a_margin_stays_as_begun(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench.plan, "check_resumed", lambda *_: None)
+    out = tmp_path / "bench.jsonl"
+    for line in synthetic_bench.run_lines({}):
+        append(out, line)
+
+    def begun(*more):
+        words = ["--a=embedded:", "--b=embedded:", f"--out={out}", "--resume", *more]
+        options = bench.parser().parse_args(words)
+        return bench.begun(options, bench.setup(options))
+
+    assert begun() == begun("--margin=0.03")
+    told = "--margin = 0.02 is not accepted; accepted: 0.03, as begun"
+    with pytest.raises(UsageError, match=told):
+        begun("--margin=0.02")
+
+
 def test_a_dry_run_shows_sessions_and_leaves_nothing(tmp_path, capsys):
     sides = ["--a", "embedded:name=old", "--b", "sglang:backend=fa3", "--blocks-at-most", "5"]
     asked = [*sides, "--workloads", "bs1-in128-out64,smoke-bs2-in32-out32", "--injected", "0.1"]
