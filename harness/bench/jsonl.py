@@ -56,11 +56,10 @@ def validated(adapter: TypeAdapter[RecordT], text: str) -> RecordT:
         raise UsageError(rejected(field, str(first["input"])[:MOST_SHOWN], accepted)) from error
 
 
-def append(path: Path, line: Line) -> None:
-    """Add a line, whole and on the disk before this returns."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(to_json(line) + "\n")
-        file.flush()
+def append(path: Path, *lines: Line) -> None:
+    """Add lines, all of them or none, whole and on the disk before this returns."""
+    with path.open("ab", buffering=0) as file:
+        file.write("".join(f"{to_json(line)}\n" for line in lines).encode())
         os.fsync(file.fileno())
 
 

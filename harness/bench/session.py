@@ -118,8 +118,7 @@ class BenchRun:
             for line in sized.told:
                 self.console.print(line, markup=False, highlight=False)
             planned = [replace(session, passes=sized.passes) for session in planned]
-        for session in planned:
-            append(self.out, session)
+        append(self.out, *planned)  # a part of a plan could not be resumed
         return list(planned)
 
     def _rehearse(self, logs: Path) -> Rehearsal:

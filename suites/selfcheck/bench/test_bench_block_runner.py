@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -248,6 +249,16 @@ def test_sessions_share_a_reference_whichever_blocks_they_are_at(tmp_path, monke
     started = [event for event in lab.events[before:] if event[0] == "start"]
     said = "three sessions take A and each one's B, then the two that are left A and theirs"
     assert len(started) == 4 + 3, f"{said}: 7 servers, not {len(started)}"
+
+
+def test_a_run_that_is_killed_as_its_plan_is_written_goes_on(tmp_path, monkeypatch):
+    out, lab = tmp_path / "bench.jsonl", Lab(monkeypatch)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("harness.bench.jsonl.os.fsync", Mock(side_effect=KeyboardInterrupt))
+        lab.run(out, blocks_at_most=1)
+    begun = [line.role for line in read(out)]
+    assert begun in ([], [*Role]), f"a plan is in the file whole or not at all: {begun}"
+    assert lab.run(out, resume=True, blocks_at_most=1)
 
 
 def test_a_workload_of_all_blocks_is_measured_before_the_next(tmp_path, monkeypatch):
