@@ -253,9 +253,10 @@ def test_sessions_share_a_reference_whichever_blocks_they_are_at(tmp_path, monke
 
 def test_a_run_that_is_killed_as_its_plan_is_written_goes_on(tmp_path, monkeypatch):
     out, lab = tmp_path / "bench.jsonl", Lab(monkeypatch)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr("harness.bench.jsonl.os.fsync", Mock(side_effect=KeyboardInterrupt))
-        lab.run(out, blocks_at_most=1)
+        with pytest.raises(KeyboardInterrupt):
+            lab.run(out, blocks_at_most=1)
     begun = [line.role for line in read(out)]
     assert begun in ([], [*Role]), f"a plan is in the file whole or not at all: {begun}"
     assert lab.run(out, resume=True, blocks_at_most=1)
