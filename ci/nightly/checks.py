@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import subprocess
@@ -131,7 +132,8 @@ def disk(folder: Path, free_gib: float) -> NightlyCheck:
     """Whether there is room for two arms and their compiled kernels."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(existing).free / GIB
-    return NightlyCheck("disk", free >= free_gib, f"{free:.0f} GiB free, {free_gib:.0f} are needed")
+    said = f"{math.floor(free)} GiB free, {free_gib:.0f} are needed"
+    return NightlyCheck("disk", free >= free_gib, said)
 
 
 def benchmark(argv: Sequence[str]) -> NightlyCheck:

@@ -71,7 +71,13 @@ class StubVllm:
 
 def test_a_server_is_known_by_who_owns_its_models() -> None:
     with StubServer(StubVllm()) as server:
-        assert type(client_of(server.url)) is VllmClient
+        client = client_of(server.url, api_key="secret")
+        assert type(client) is VllmClient
+        client.models()
+        keys = [asked.headers.get("authorization") for asked in server.asked]
+        assert keys == ["Bearer secret"] * 2, (
+            f"whoever owns the models is asked with the key: {keys}"
+        )
     other = Reply(body={"data": [{"id": "model", "owned_by": "sglang"}]})
     with StubServer(lambda _: other) as server:
         assert type(client_of(server.url)) is Client
@@ -128,8 +134,12 @@ def test_tokens_of_vllm_are_those_that_it_counts(stream: bool) -> None:
 
 def test_vllm_counts_every_prompt_of_a_batch() -> None:
     with StubServer(StubVllm()) as server:
-        found = VllmClient(server.url).generate_batch([PROMPT, PROMPT[:20]], 3)
+        client = VllmClient(server.url)
+        found = client.generate_batch([PROMPT, PROMPT[:20]], 3, ignore_eos=False)
     assert [one.prompt_tokens for one in found] == [40, 20]
+    bodies = [asked.body for asked in server.asked if asked.path == client.path]
+    told = "each request of a batch ends at the end token if the batch does"
+    assert [body["ignore_eos"] for body in bodies] == [False, False], told
 
 
 @pytest.mark.parametrize("lies", [True, False])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import multiprocessing
 import socket
 import threading
 import time
@@ -21,9 +23,10 @@ from fixtures.pytest_plugin.servers import SHORT
 from harness.errors import Busy, ServerError
 from harness.server.client.flush import flush
 from harness.server.engine_process import supervisor
-from harness.server.engine_process.messages import Reply
+from harness.server.engine_process.messages import Ready, Reply
 from harness.server.engine_process.supervisor import Supervisor
-from harness.server.http.engine_client import Overloaded, WorkerLost
+from harness.server.http.engine_client import Overloaded, Progress, WorkerLost
+from suites.server.test_serve import OPTIONS
 
 LONG = 400
 """Tokens of an embedded server with a context of 512."""
@@ -154,6 +157,41 @@ def test_a_request_beyond_the_most_that_are_served_is_refused(monkeypatch):
     assert [*serving._requests] == ["a", "b"]
 
 
+def test_a_rid_that_comes_again_is_the_second_requests_when_the_first_is_read_to_its_end():
+    sent = []
+    serving = SimpleNamespace(
+        _requests={},
+        _keys={},
+        _tickets=itertools.count(),
+        _send=sent.append,
+        _require_ready=lambda: None,
+        healthy=True,
+    )
+    last = Progress(
+        new_ids=(7,), cached_tokens=0, spec_verify_ct=0, engine_s=0.0, finish_reason="length"
+    )
+
+    async def known() -> bool:
+        first, second = (
+            Supervisor.generate(serving, "same", [1], 1, ignore_eos=True, stream=True)
+            for _ in range(2)
+        )
+        read = asyncio.ensure_future(anext(first))
+        await asyncio.sleep(0)
+        Supervisor._deliver(serving, sent[0].rid, last, last=True)
+        assert await read == last
+        asked = asyncio.ensure_future(anext(second))
+        await asyncio.sleep(0)
+        await first.aclose()
+        aborted = Supervisor.abort(serving, "same")
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        return aborted
+
+    assert asyncio.run(known()), "a rid in use can be aborted, whoever had it before"
+    assert [*serving._keys] == [], "a rid is forgotten with its last request"
+
+
 def test_abort_all_aborts_every_request():
     aborted = []
     waiting = SimpleNamespace(_keys=dict.fromkeys("abc"), abort=aborted.append)
@@ -189,6 +227,40 @@ def test_every_loss_of_the_engine_is_counted():
     for count in (1, 2, 3):
         Supervisor._lost(lost)
         assert lost._restarts == count, "restarts of /server_info counts every loss of the engine"
+
+
+def test_an_engine_that_was_ready_once_is_started_until_it_is_again(monkeypatch):
+    monkeypatch.setattr(supervisor, "RESTART_S", 0.0)
+    started = []
+
+    class Process:
+        """Ends at once; the first says before that it is ready."""
+
+        exitcode = -9
+
+        def __init__(self, *, args, **_) -> None:
+            self._pipe = args[0]
+
+        def start(self) -> None:
+            started.append(self)
+            if len(started) == 1:
+                self._pipe.send(Ready())
+
+        def join(self) -> None:
+            """It has ended."""
+
+    async def restarted() -> bool:
+        engine = Supervisor(OPTIONS)
+        engine._context = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=Process)
+        await engine.start()
+        while len(started) < 3 and not engine.cannot_start:
+            await asyncio.sleep(0.01)
+        engine._closing = True
+        await asyncio.sleep(0.1)  # until its threads have ended
+        return not engine.cannot_start
+
+    told = "an engine that is lost while it starts again is started once more"
+    assert asyncio.run(asyncio.wait_for(restarted(), 10)), told
 
 
 def test_all_are_aborted_at_once(server):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -11,10 +12,17 @@ import pytest
 
 from harness.server.engine_process import loop
 from harness.server.engine_process.loop import EngineLoop
-from harness.server.engine_process.messages import EngineCommand, Ready, Submit
+from harness.server.engine_process.messages import EngineCommand, Query, Ready, Reply, Submit
 
 VOCAB_SIZE, EOS = 100, 2
 OPTIONS: Any = SimpleNamespace(slowdown=0.0, spec="none")
+
+
+@dataclass
+class Usage:
+    """Of pages, as a scheduler tells it."""
+
+    free_pages: int
 
 
 class Scheduler:
@@ -71,6 +79,19 @@ def test_requests_that_came_together_begin_in_one_step(monkeypatch: pytest.Monke
     asked = [Submit(rid, (7, n), 5, ignore_eos=True, stream=False) for n, rid in enumerate("abc")]
     steps = served(monkeypatch, *asked)
     assert steps[:1] == [3], f"the first step has all three requests that wait, not {steps}"
+
+
+def test_the_state_of_an_engine_counts_who_waits_apart_from_who_runs() -> None:
+    sent: list[Reply] = []
+    scheduler = SimpleNamespace(running=["a"], waiting=["b", "c"], usage=Usage(free_pages=5))
+    engine: Any = SimpleNamespace(
+        _scheduler=scheduler,
+        _active=dict.fromkeys("abc"),
+        _pipe=SimpleNamespace(send=sent.append),
+    )
+    EngineLoop._answer(engine, Query(7, "state"))
+    told = "of three requests that the server waits for one runs and two wait"
+    assert sent == [Reply(7, {"free_pages": 5, "running": 1, "waiting": 2})], told
 
 
 @pytest.mark.parametrize("is_read", [True, False], ids=["all_read", "something_unread"])

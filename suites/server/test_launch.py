@@ -191,6 +191,21 @@ def test_a_server_that_was_ready_need_only_answer(log: Path) -> None:
         assert [asked.path for asked in server.asked] == ["/health", "/v1/models", "/v1/models"]
 
 
+def test_a_server_that_was_ready_may_miss_an_answer(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = Reply(pieces=(), broken=True)
+    answers = script(Reply(), cut, Reply(), cut)
+    with StubServer(answers) as server, launch(attached(server.url), log) as running:
+        running.patience_s = 0.0  # what it had to become ready in is over
+        assert running.wait_ready() > 0, "an answer that is missed once is asked for again"
+        assert [asked.path for asked in server.asked] == ["/health", "/v1/models", "/v1/models"]
+        monkeypatch.setattr(launching, "ATTACH_S", 0.1)
+        told = r"attached at .* gave no answer for 0.1 s after it was ready$"
+        with pytest.raises(NotReady, match=told):
+            running.wait_ready()
+
+
 def test_a_server_that_died_when_it_was_ready_is_given_up_at_once(log: Path) -> None:
     with launch(stub(), log) as running:
         started = time.monotonic()
@@ -226,9 +241,10 @@ def test_what_will_not_end_is_reported(log: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_server_is_attached_to(log: Path) -> None:
-    with StubServer(script(Reply())) as server:
+    with StubServer(script(Reply(), Reply(), Reply(503), Reply())) as server:
         with launch(attached(f"{server.url}/"), log) as running:
             assert (running.url, running.pid, running.alive) == (server.url, None, True)
+            assert not running.alive, "of an attached server that is alive which is healthy"
         assert running.alive, "an attached server is not stopped"
     assert not running.alive
     assert not log.exists()

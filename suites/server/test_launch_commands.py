@@ -89,6 +89,9 @@ def test_the_grpc_port_is_one() -> None:
     ports = {int(server.env["SGLANG_GRPC_PORT"]) for server in servers}
     assert len(ports) == len(servers)
     assert all(0 < port < 65_536 for port in ports)
+    flags = [parsed(server.argv[3:]) for server in servers]
+    others = {port for one in flags for port in (one.port, one.nccl_port)}
+    assert not ports & others, "no server listens for gRPC on a port that it needs otherwise"
 
 
 def test_kernels_of_sglang_are_compiled_whatever_these_suites_do_with_theirs() -> None:

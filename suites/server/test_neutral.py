@@ -68,6 +68,15 @@ def test_every_row_takes_its_values_and_no_other(model, least, name, values):
         assert (error["type"], error["loc"][-1]) == (neutral_fields.NOT_NEUTRAL, name)
 
 
+def test_every_field_at_another_value_is_named():
+    others = {"lora_path": "a", "log_metrics": True, "return_logprob": True}
+    with pytest.raises(ValidationError) as refused:
+        protocol.GenerateRequest.model_validate({"text": "def"} | others)
+    found = [error["loc"][-1] for error in refused.value.errors()]
+    told = "who mends what one refusal names is not refused again for another field"
+    assert found == ["lora_path", "return_logprob"], told
+
+
 def test_a_field_that_takes_the_number_0_refuses_false():
     with pytest.raises(ValidationError) as refused:
         protocol.GenerateRequest.model_validate({"text": "def", "top_logprobs_num": False})

@@ -49,6 +49,7 @@ def test_every_rank_is_a_node_and_all_end_with_the_first(tmp_path, monkeypatch):
     rank, seen = tmp_path / "rank.py", tmp_path / "seen"
     rank.write_text(RANK)
     seen.mkdir()
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "0")  # as on a host that forbids it otherwise
     ended = one_gpu.main(["3", str(rank), str(seen), "--port", "1234"])
     assert ended == 7, f"NCCL {least} serves, and the first rank's end is the command's: {ended}"
     told = [json.loads((seen / str(n)).read_text()) for n in range(3)]
@@ -63,7 +64,8 @@ def test_every_rank_is_a_node_and_all_end_with_the_first(tmp_path, monkeypatch):
     assert len({*ports, meet}) == 4
     said = "ranks meet, and tell that they are healthy, at ports that the kernel had free"
     assert {meet, *ports[1:]} == {*free}, f"{said}, {free}: {meet}, {ports[1:]}"
-    assert {one["nccl"] for one in told} == {"1"}
+    said = "ranks that were asked to share a GPU may, whatever the environment says"
+    assert {one["nccl"] for one in told} == {"1"}, said
 
 
 @pytest.mark.parametrize("found", [0, 22809])

@@ -21,6 +21,7 @@ POLL_S = 0.1
 STOP_S = 30.0
 GRACE_S = 5.0
 ATTACH_S = 10.0
+"""Until a server that runs must answer."""
 LAST_LINES = 20
 
 
@@ -78,19 +79,28 @@ class ServerProcess:
         sglang's health check generates a token within a second, which a busy server cannot do.
 
         Raises:
-            NotReady: it ended, or the deadline has passed.
+            NotReady: it ended, the deadline has passed, or it was ready and gives no answer.
         """
-        client = Client(self.url)
+        client, called = Client(self.url), time.monotonic()
         while not (client.health() if self._ready_s is None else client.answers()):
             if self._guard and (code := self._guard.poll()) is not None:
                 when = "before" if self._ready_s is None else "after"
                 raise NotReady(f"{self._who} ended with {code} {when} it was ready{self._end()}")
-            if time.monotonic() > self.started + self.patience_s:
-                raise NotReady(f"{self._who} not ready after {self.patience_s:.4g} s{self._end()}")
+            if late := self._late(called):
+                raise NotReady(f"{self._who} {late}{self._end()}")
             time.sleep(POLL_S)
         if self._ready_s is None:
             self._ready_s = time.monotonic() - self.started
         return self._ready_s
+
+    def _late(self, called: float) -> str:
+        """What it has not done in time, empty while there is time left."""
+        now = time.monotonic()
+        if self._ready_s is not None:
+            late = f"gave no answer for {ATTACH_S:.4g} s after it was ready"
+            return late if now > called + ATTACH_S else ""
+        late = f"not ready after {self.patience_s:.4g} s"
+        return late if now > self.started + self.patience_s else ""
 
     def stop(self) -> None:
         """Stop every process of it; a second call does nothing.

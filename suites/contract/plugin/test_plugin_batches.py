@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import runpy
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from harness.core.paths import ROOT
 from harness.errors import UsageError
 from harness.plugin.batches import our_batch, our_layer
 from harness.plugin.pools import served_pool
@@ -143,6 +146,23 @@ def test_a_layer_without_scales_has_scales_of_one() -> None:
     keys_alone = our_layer(layer(k_scale_float=0.5), None)
     said = "a layer whose keys alone have a scale has unscaled values"
     assert (keys_alone.k_scale, keys_alone.v_scale) == (0.5, 1.0), said
+
+
+def test_backends_of_one_process_have_layers_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base = ModuleType("base_attn_backend")
+    base.AttentionBackend = object  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sglang.srt.layers.attention.base_attn_backend", base)
+    made = runpy.run_path(str(ROOT / "harness" / "plugin" / "backend.py"))["PluginBackend"]
+    ours = SimpleNamespace(needs_cpu_seq_lens=False, max_context_len=64, skip_prefill=False)
+    runner = SimpleNamespace(
+        token_to_kv_pool=None, req_to_token_pool=None, device="cpu", is_draft_worker=False
+    )
+    target, draft = (made(ours, runner) for _ in range(2))
+    found = [one._layer(layer(tp_q_head_num=n), None) for one, n in ((target, 8), (draft, 2))]
+    told = "a draft's layer 3 has its own heads, though the target has a layer 3 as well"
+    assert [own.tp_q_head_num for own in found] == [8, 2], told
 
 
 def test_a_layer_keeps_its_window_and_the_size_of_its_values() -> None:

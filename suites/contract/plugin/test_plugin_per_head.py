@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from harness.attention.geometry import Geometry
+from harness.core.capability import FLASH_MLA
 from harness.errors import UsageError
+from harness.plugin import register
 from harness.plugin.per_head_prefill import PerHeadPrefill, per_head_prefill, runs_per_head
+from harness.plugin.register import PREFILL_GRAPHS
 from harness.upstream.forward_batch_info import ForwardMode
 
 HEADS, QK, V, SCALE = 3, 24, 16, 0.17
@@ -176,6 +179,28 @@ def test_a_prefill_runs_per_head_where_it_pays(speculative, cached, disabled, ex
     told = f"{speculative=}, {cached=}, disable_chunked_prefix_cache={disabled}"
     found = runs_per_head(attention, forward_batch)
     assert found is expected, f"{rule} where chunks are not disabled: {told}: {found}"
+
+
+@pytest.mark.parametrize("replayed", [None, *PREFILL_GRAPHS])
+def test_a_prefill_in_a_graph_of_either_kind_is_absorbed(replayed, monkeypatch):
+    handlers, methods = ModuleType("handlers"), ModuleType("methods")
+    for name in PREFILL_GRAPHS:
+        setattr(handlers, name, lambda name=name: name == replayed)
+    methods.AttnForwardMethod = SimpleNamespace(MHA_CHUNKED_KV="per head", MLA="absorbed")
+    package = "sglang.srt.models.deepseek_common"
+    parent = ModuleType(package)
+    parent.attention_backend_handler = handlers
+    for name, module in (
+        (package, parent),
+        (f"{package}.attention_backend_handler", handlers),
+        (f"{package}.attention_forward_methods.forward_methods", methods),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(register, "runs_per_head", lambda *_: True)
+    served = SimpleNamespace(capability=lambda _: FLASH_MLA)
+    found = register.forward_method(served, None, SimpleNamespace(seq_lens=torch.zeros(1)))
+    told = "a graph has one way for all its batches; an eager prefill beside FlashMLA runs per head"
+    assert found == ("absorbed" if replayed else "per head"), f"{told}: {replayed}: {found}"
 
 
 def test_a_missing_kernel_is_named(monkeypatch):

@@ -196,6 +196,18 @@ def test_planning_beside_the_steps_takes_none_of_their_time(
     assert "metadata" not in server.recorder.told()
 
 
+def test_planning_is_timed_on_the_stream_that_steps_run_on_now(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, backend = Server(clock, {"PluginBackend.init_forward_metadata": 5}), object()
+    server.recorder.begin(StepPhase.VERIFY)
+    monkeypatch.setattr(torch.cpu, "current_stream", lambda: "of later steps")
+    server.recorder.begin(StepPhase.VERIFY)
+    server.call("PluginBackend.init_forward_metadata", backend)
+    told = "steps that went over to another stream take their planning along"
+    assert server.recorder.told().get("metadata") == [pytest.approx(0.005), 1], told
+
+
 def test_planning_that_a_graph_records_is_stamped_on_whichever_stream_it_is_captured(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -231,6 +231,7 @@ class Slow:
 
 def test_an_answer_has_its_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     server = Unreachable(tmp_path / "0.log", "", alive=True)
+    monkeypatch.setattr(server, "wait_ready", lambda: time.sleep(0.5))
     monkeypatch.setattr(Arm, "start", lambda *_: server)
     monkeypatch.setattr(accept_lengths, "Client", Slow)
     texts = accept_lengths.ask(ARM, server.log, 3, Load(prompts=2, times=2, concurrency=1)).texts
@@ -239,7 +240,7 @@ def test_an_answer_has_its_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     for text, after, length in zip(texts, [*texts[1:], None], lengths, strict=True):
         assert text.ended_s - text.began_s >= length / 1000
         assert after is None or after.began_s >= text.ended_s, "one at a time"
-    assert texts[0].began_s < 1
+    assert texts[0].began_s < 0.5, "times count from the first request, not from a server's start"
     assert server.stopped
 
 
@@ -247,6 +248,9 @@ def test_a_backend_of_sglang_may_not_serve_this_gpu_but_ours_do() -> None:
     ended = Outcome(ended="ValueError: on SM100 alone")
     arms = [parse(f"sglang:backend={name}", {}) for name in ("trtllm_mha", "specgate_mha")]
     assert [accept_lengths.row(arm, [], ended, may_end=True)[1] for arm in arms] == [True, False]
+    hung = Outcome(failed="ServerError: no answer")
+    told = "a server that started and then gave no answer is red, whosever its backend is"
+    assert [accept_lengths.row(arm, [], hung, may_end=True)[1] for arm in arms] == [False] * 2, told
 
 
 @pytest.mark.parametrize(
@@ -331,15 +335,19 @@ def test_every_arm_is_followed_at_its_own_steps_and_its_answers_are_kept(
     monkeypatch.setattr(accept_lengths, "along", followed)
     monkeypatch.setattr(accept_lengths, "ProcessPoolExecutor", lambda **_: ThreadPoolExecutor(1))
     monkeypatch.setattr(accept_lengths, "ask", lambda *_: Outcome([Answered((7, 8, 9, 10), 1)]))
-    words = ("gqa,backend=triton,num_steps=5", "gqa,backend=flashinfer,num_steps=5", "mla")
+    steps = ("triton,num_steps=10", "flashinfer,num_steps=10", "fa3,num_steps=5")
+    words = (*(f"gqa,backend={of}" for of in steps), "mla")
     arms = [parse(f"sglang:pair={word}") for word in words]
     file = tmp_path / "answers.jsonl"
     assert accept_lengths.compare(arms, tmp_path, 4, Load(prompts=1), 1, False, file) == 0
-    assert sorted(asked_at) == [("gqa", 5), ("gqa", 5), ("mla", 3)], "the oracle drafts as the arm"
+    due = [("gqa", 5), ("gqa", 10), ("gqa", 10), ("mla", 3)]
+    assert sorted(asked_at) == due, "the oracle drafts as the arm"
     kept = sorted(json.loads(line)["arm"] for line in file.read_text().splitlines())
     assert kept == sorted(arm.spec for arm in arms), "the answers of every arm are kept"
     shown = capsys.readouterr().out
-    assert 0 < shown.index("triton") < shown.index("flashinfer"), "arms are listed as they came"
+    places = [shown.index(name) for name in ("fa3", "triton", "flashinfer")]
+    told = "arms are listed by their number of steps, and equal ones as they came"
+    assert places == sorted(places), f"{told}: {shown}"
 
 
 @pytest.mark.parametrize("backends", [("specgate_mha", "triton"), ("triton", "specgate_mha")])
@@ -362,6 +370,23 @@ def test_prompts_after_the_shipped_ones_are_slices_of_held_out_text() -> None:
     lengths = sorted(len(prompt) for prompt in made[32:])
     assert 8 <= lengths[0] < 16 < 180 < lengths[-1] <= 192
     assert asked("mla", 64)[32:] != made[32:64]
+    told = "runs of two processes ask the same prompts, so that they can be compared"
+    assert [len(prompt) for prompt in made[32:36]] == [82, 177, 32, 31], told
+
+
+def test_equal_answers_to_two_prompts_are_followed_along_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def along_prompt(_: str, __: int, request: tuple[tuple[int, ...], ...]) -> FollowedText:
+        return along_itself(request[0])
+
+    monkeypatch.setattr(accept_lengths, "along", along_prompt)
+    texts = [Answered((7, 8), 1)] * 3
+    with ThreadPoolExecutor(1) as threads:
+        due = accept_lengths.every_followed(ARM, [1, 0, 1], texts, Load(prompts=2), threads)
+    first, second = asked("gqa", 2)
+    told = "the oracle follows an answer behind the prompt that it is an answer to"
+    assert [followed.best_ids for followed in due] == [second, first, second], told
 
 
 def test_an_arm_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -385,3 +410,14 @@ def test_answers_find_their_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(accept_lengths, "compare", lambda *_: made.append(file.parent.is_dir()))
     accept_lengths.main(["--arm", "sglang:pair=gqa", "--answers", str(file)])
     assert made == [True], "the folder of the answers is there before the first server starts"
+    assert not file.exists(), "a command that has no answer leaves no file in the way of the next"
+
+
+def test_answers_that_cannot_be_kept_are_refused_before_a_server_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(accept_lengths, "compare", lambda *_: pytest.fail("a server starts"))
+    with pytest.raises(SystemExit):
+        accept_lengths.main(["--arm", "sglang:pair=gqa", "--answers", "/proc/answers.jsonl"])
+    told = "--answers = '/proc/answers.jsonl' is not accepted; accepted: a file that can be written"
+    assert told in capsys.readouterr().err

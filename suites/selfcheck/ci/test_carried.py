@@ -189,6 +189,9 @@ def test_a_signature_tells_who_vouches(tmp_path: Path, capsys: pytest.CaptureFix
     assert carried.sign(path, own).name == "sm100.xz.sig"
     assert gate.main(words) == 0
     assert f"gate: {path} is signed by lab@example.org\n" in capsys.readouterr().out
+    signers.write_text(f"lab@example.org,attic@example.org {own.with_suffix('.pub').read_text()}")
+    assert gate.main(words) == 0, "a key that is listed under two names is one of the signers'"
+    assert f"gate: {path} is signed by lab@example.org\n" in capsys.readouterr().out
     packed(tmp_path, [*RECORDS, record("three")])
     assert gate.main(words) == 2
     assert "signature = 'lab@example.org' is not accepted" in capsys.readouterr().err

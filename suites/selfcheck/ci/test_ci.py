@@ -297,6 +297,9 @@ def test_tool_environment_is_made_once_and_again_when_outdated(
     monkeypatch.setattr(ci, "CONSTRAINTS", newer)
     ci.tool_environment()
     assert len(commands) == 2
+    monkeypatch.setattr(ci, "sys", SimpleNamespace(executable=sys.executable, version="3.99.0"))
+    ci.tool_environment()
+    assert len(commands) == 3, "a newer Python under the same name imports nothing of the older one"
 
 
 def test_failed_installation_is_one_line_and_made_anew(

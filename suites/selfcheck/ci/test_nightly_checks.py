@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,6 +109,15 @@ def test_disk_is_that_of_a_folder_to_be_made(tmp_path: Path) -> None:
     assert checks.disk(deep, 0.0).holds is True
     assert checks.disk(deep, 1e9).holds is False
     assert not deep.parent.exists()
+
+
+def test_a_disk_that_is_almost_large_enough_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    there = SimpleNamespace(free=int(59.8 * (1 << 30)))
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: there)
+    found = checks.disk(tmp_path, 60.0)
+    assert found == NightlyCheck("disk", False, "59 GiB free, 60 are needed")
 
 
 def test_packages_are_held_to_the_pins_of_the_stack_that_is_there(

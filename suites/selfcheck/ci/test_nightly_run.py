@@ -183,8 +183,11 @@ def test_a_failed_stage_stops_those_that_need_it(tmp_path: Path) -> None:
 def test_a_stage_that_ran_was_not_skipped(tmp_path: Path, code: int) -> None:
     signalled = f"import os; os.kill(os.getpid(), {-code})"
     ends = f"raise SystemExit({code})" if code > 0 else signalled
-    codes = nightly_run.run_stages([Stage("one", python(ends))], tmp_path)
-    assert nightly_run.lines(codes, []) == [f"one: ended with {code}"]
+    night = [Stage("one", python(ends)), Stage("two", python(""), ("one",))]
+    first, second = nightly_run.lines(nightly_run.run_stages(night, tmp_path), [])
+    assert first == f"one: ended with {code}"
+    told = "what needs a stage that failed, or that a signal ended, is skipped"
+    assert second == "two: skipped, a stage before it failed", f"{told}: {second}"
 
 
 def test_the_trials_of_a_night_are_counted() -> None:
@@ -200,6 +203,7 @@ def test_the_trials_of_a_night_are_counted() -> None:
     [
         pytest.param((10, 0), [], 0, {}, 2, 0, id="green"),
         pytest.param((10, 0), ["--attention-backend", "x"], 0, {}, 2, 0, id="other backend"),
+        pytest.param((10, 3), [], 0, {}, 2, 0, id="other Blackwell"),
         pytest.param((10, 0), [], 1, {}, 2, 1, id="a stage failed"),
         pytest.param((10, 0), [], -9, {}, 2, 1, id="a stage was killed"),
         pytest.param((10, 0), [], 0, {"tpot": 0.05}, 2, 1, id="regressed"),
@@ -241,6 +245,7 @@ def test_a_night_is_green_only_with_its_stages_and_its_benchmark(
     said = "a night's summary comes after what the job's other steps told GitHub"
     assert text.startswith("of an earlier step\n"), said
     assert "as pinned" in text, f"a summary tells what is installed as pinned: {text}"
+    assert "9 skipped" not in text, f"of the checks a summary tells the packages alone: {text}"
     told = f"not verified on Blackwell (10.0, 10.3): {left} trials"
     rule = "a trial that ran on Blackwell is verified, whatever --attention-backend the night has"
     assert told in text, f"{rule}: {told!r}, not {text}"

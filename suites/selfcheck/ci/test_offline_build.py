@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from argparse import ArgumentTypeError
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -102,14 +103,16 @@ def test_a_release_that_serves_gets_its_own_wheels_alone(
 ) -> None:
     spec = bundle.specification()
     laid: list[tuple[str, str]] = []
+    left_out: list[set[str]] = []
 
     def download(packages: dict[str, str], _: object, folder: Path) -> list[Path]:
         folder.mkdir(exist_ok=True)
         (folder / f"sglang-{packages['sglang']}.whl").touch()
         return sorted(folder.glob("*.whl"))
 
-    def unpack(wheel: Path, site: Path, _: object) -> None:
+    def unpack(wheel: Path, site: Path, patterns: Iterable[str]) -> None:
         laid.append((wheel.stem, site.name))
+        left_out.append({*patterns})
 
     monkeypatch.setattr(bundle, "download", download)
     monkeypatch.setattr(bundle, "unpack_wheel", unpack)
@@ -119,6 +122,9 @@ def test_a_release_that_serves_gets_its_own_wheels_alone(
     [(release, wanted)] = spec["releases"].items()
     own = [(f"sglang-{spec['sglang']['sglang']}", "site"), (f"sglang-{wanted['sglang']}", release)]
     assert laid == own, f"a wheel lies where its own release is imported, nowhere else: {laid}"
+    of_lane, of_release = (set(spec["left_out"][name]) for name in ("patterns", "of_releases"))
+    told = "a release leaves out what the lane does, and more"
+    assert left_out == [of_lane, of_lane | of_release], f"{told}: {left_out}"
 
 
 @pytest.mark.parametrize(("text", "count"), [("1K", 1024), ("38M", 38 << 20), ("2G", 2 << 30)])

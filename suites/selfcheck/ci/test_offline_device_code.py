@@ -46,6 +46,9 @@ def test_only_code_that_another_gpu_would_load_becomes_zeros(tmp_path: Path) -> 
     # The driver compiles the PTX of a library that has nothing for this GPU.
     assert library.read_bytes() == HOST + mine + HOST + OTHERS + mine
     assert device_code.keep(tmp_path / "lib.so", 75) == 0
+    library.write_bytes(fat_binary(entry(CUBIN, 80, b"a" * 40), entry(PTX, 90, b"p" * 24)))
+    told = "of this GPU's architecture there is PTX alone, which a driver compiles for it"
+    assert device_code.keep(library, 90) == 0, told
 
 
 @pytest.mark.parametrize("end", [1, 15, 16, 17, 79, 80, len(MINE) - 1])

@@ -49,9 +49,11 @@ def test_one_line_a_check(
     tool, left = tmp_path / "compute-sanitizer", list(codes)
     tool.touch()
     ran: list[list[str]] = []
+    uncached: list[bool] = []
 
     def run(line: list[str], **options: Any) -> SimpleNamespace:
         ran.append(line)
+        uncached.append("PYTORCH_NO_CUDA_MEMORY_CACHING" in options["env"])
         return SimpleNamespace(returncode=left.pop(0))
 
     monkeypatch.setattr(shutil, "which", lambda name: str(tool))
@@ -61,6 +63,8 @@ def test_one_line_a_check(
     assert [line.rpartition(": ")[2] for line in lines] == said
     assert ran[0][:3] == [str(tool), "--tool", "memcheck"]
     assert "kns=metadata" in ran[2]
+    told = "the environment of a check is its own: the graphs after it need torch's allocator"
+    assert uncached == [True, False, False], f"{told}: {uncached}"
 
 
 def test_without_the_tool_it_says_so(

@@ -114,6 +114,9 @@ def test_a_fork_answers_and_what_ends_it_is_told() -> None:
             _question("green"),
             _question("red", _red),
             _question("dead", lambda: os.kill(os.getpid(), signal.SIGKILL)),
+            _question("left", lambda: os._exit(0)),
+            _question("exits", _exits),
+            _question("interrupted", _interrupted),
             _question("hung", lambda: time.sleep(60)),
             _question("counted", lambda: ("", {"host_syncs": 1})),
         ],
@@ -124,6 +127,9 @@ def test_a_fork_answers_and_what_ends_it_is_told() -> None:
         "green": ("", {}),
         "red": ("ValueError: off by one", {}),
         "dead": ("the process ended by SIGKILL", {}),
+        "left": ("the process ended by exit code 0", {}),
+        "exits": ("SystemExit: no kit", {}),
+        "interrupted": ("", {}),
         "hung": ("no answer within 2 s", {}),
         "counted": ("", {"host_syncs": 1}),
     }
@@ -141,7 +147,10 @@ def test_what_is_asked_again_is_given_up_as_soon() -> None:
 
 def test_an_answer_tells_whether_sglang_asks_its_question() -> None:
     asked = [replace(_question("own"), is_registered=True), _question("ours", _red)]
-    assert [answer.is_registered for answer in answers(asked)] == [True, False]
+    given = list(answers(asked))
+    assert [answer.is_registered for answer in given] == [True, False]
+    told = "an answer is of its question's kind, by which questions take turns"
+    assert [answer.kind for answer in given] == ["kind"] * 2, told
 
 
 def test_what_an_earlier_question_left_behind_decides_nothing() -> None:
@@ -294,11 +303,21 @@ def test_the_table_has_both_judges_and_the_exit_code_is_ours(
 
 @pytest.mark.parametrize(
     ("argv", "told"),
-    [(["-k", "nothing-like-it"], "-k = 'nothing-like-it'"), (["--source", "/nowhere"], "--source")],
+    [
+        (["-k", "nothing-like-it"], "-k = 'nothing-like-it'"),
+        (["--source", "/nowhere"], "--source = '/nowhere' is not accepted"),
+        (["--json", "/nowhere/told.json"], "--json = '/nowhere/told.json' is not accepted"),
+    ],
 )
 def test_what_cannot_be_asked_is_one_line(
-    argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    argv: list[str],
+    told: str,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(upstream_defects, "source_of", lambda _: source)
+    monkeypatch.setattr(upstream_defects, "judged", lambda *_: pytest.fail("defects are judged"))
     assert main(argv) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"specgate upstream-defects: {told}")
@@ -307,6 +326,15 @@ def test_what_cannot_be_asked_is_one_line(
 
 def _red() -> Found:
     raise ValueError("off by one")
+
+
+def _exits() -> Found:
+    raise SystemExit("no kit")
+
+
+def _interrupted() -> Found:
+    os.kill(os.getpid(), signal.SIGINT)  # of a Ctrl-C, which a terminal sends to every fork
+    return "", {}
 
 
 def _question(name: str, ask: Any = lambda: ("", {})) -> Question:
