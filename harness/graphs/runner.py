@@ -154,7 +154,8 @@ class GraphRunner(ABC, Generic[Output, Backend]):
     def padded_cpu_lens(self, batch: ForwardBatch, extent: Extent) -> dict[str, Any]:
         """seq_lens_cpu and the other host copies that a batch carries, padded like the device's."""
         missing = extent.bucket - extent.bs
-        padded: dict[str, Any] = {}
+        # What a batch lacks is not left as it was captured.
+        padded: dict[str, Any] = {"seq_lens_cpu": None, "seq_lens_sum": None}
         if batch.seq_lens_cpu is not None:
             tail = batch.seq_lens_cpu.new_full((missing,), self.seq_len_pad)
             padded["seq_lens_cpu"] = torch.cat((batch.seq_lens_cpu, tail))
