@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from harness.attention.metadata import Metadata
 from harness.attention.multi_step_draft import TRTLLMMLAMultiStepDraftBackend
 from harness.attention.trtllm_mha import TRTLLMHAAttnBackend
 from harness.attention.trtllm_mla import TRTLLMMLABackend
@@ -23,6 +26,10 @@ class HostLengthsMLABackend(TRTLLMMLABackend):
     needs_cpu_seq_lens = True
     shares_rounds = False
 
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._buckets: dict[tuple[ForwardMode, int], list[Metadata]] = {}
+
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Plan an eager forward, once the host knows its lengths."""
         self._check_longest(batch)
@@ -34,7 +41,14 @@ class HostLengthsMLABackend(TRTLLMMLABackend):
         """Choose metadata and fill it, all on the host's time."""
         self._check_longest(batch)
         super().init_forward_metadata_out_graph(batch, in_capture)
-        super().init_forward_metadata_in_graph(batch)
+        if self.forward_metadata is None:
+            return
+        held = self._buckets.setdefault((batch.forward_mode, batch.seq_lens.shape[0]), [])
+        if in_capture:
+            held.append(self.forward_metadata)
+        # Which runner replays is not told: graphs of an earlier one read what was theirs.
+        for self.forward_metadata in held:
+            super().init_forward_metadata_in_graph(batch)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """Nothing is left to record."""

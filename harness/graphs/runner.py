@@ -152,9 +152,12 @@ class GraphRunner(ABC, Generic[Output, Backend]):
         return self.num_tokens_per_req
 
     def padded_cpu_lens(self, batch: ForwardBatch, extent: Extent) -> dict[str, Any]:
-        """seq_lens_cpu and the other host copies that a batch carries, padded like the device's."""
+        """seq_lens_cpu and the other host copies that a batch carries, padded like the device's.
+
+        What it does not carry is None, and not what the capture was planned with.
+        """
         missing = extent.bucket - extent.bs
-        padded: dict[str, Any] = {}
+        padded: dict[str, Any] = {"seq_lens_cpu": None, "seq_lens_sum": None}
         if batch.seq_lens_cpu is not None:
             tail = batch.seq_lens_cpu.new_full((missing,), self.seq_len_pad)
             padded["seq_lens_cpu"] = torch.cat((batch.seq_lens_cpu, tail))

@@ -14,6 +14,8 @@ from harness.kernels.interface import AttentionCall, ContextCall, DecodeCall
 
 KernelFunction = Callable[..., torch.Tensor]
 """The launch of a checked call: one ``DecodeCall`` or ``ContextCall`` -> the result."""
+KEPT_CALLS = 1 << 16
+"""Entries that a kernel remembers at most: a server's may be called for weeks."""
 
 
 class CheckedKernel:
@@ -28,8 +30,8 @@ class CheckedKernel:
 
     Attributes:
         kernels: as given.
-        calls: entries called, in order: "decode", "context", "mla_decode" or "mla_context". A call
-            that is being recorded appears once, its replays do not.
+        calls: entries called last, in order: "decode", "context", "mla_decode" or "mla_context". A
+            call that is being recorded appears once, its replays do not.
     """
 
     def __init__(self, capability: Capability, kernels: Mapping[str, KernelFunction]) -> None:
@@ -99,6 +101,8 @@ class CheckedKernel:
         )
         shape_checks.refuse_unless(f"{capability.name} {entry}", chain(common, checks))
         self.calls.append(entry)
+        if len(self.calls) > KEPT_CALLS:
+            del self.calls[: KEPT_CALLS // 2]
 
 
 def scale_and_cast(out: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:

@@ -9,6 +9,9 @@ import torch
 
 from fixtures.toys.toy_graph import ToyBackend, shares_memory, toy_batch, toy_forward, toy_pools
 from fixtures.toys.toy_scenes import MLAScene
+from harness.attention.baselines import HostLengthsMLABackend
+from harness.attention.paged_backend import PagedBackend
+from harness.attention.trtllm_mla import TRTLLMMLABackend
 from harness.errors import CapacityError, ContractError
 from harness.graphs.effects import observe
 from harness.graphs.tape import Tape
@@ -225,6 +228,15 @@ def test_a_backend_that_reads_host_lengths_has_them_at_capture() -> None:
     assert (first.seq_lens_cpu.tolist(), first.seq_lens_sum) == ([2, 2, 2, 2], 8)
 
 
+def test_a_batch_without_host_lengths_has_not_those_of_the_capture() -> None:
+    backend = ToyBackend(fill=2)
+    backend.needs_cpu_seq_lens = True
+    make(attn_backend=backend).replay(verify(5, 9, 7))
+    planned = backend.plans[-1]
+    found = planned.seq_lens_cpu, planned.seq_lens_sum
+    assert found == (None, None), f"host lengths of a batch that carries none are none: {found}"
+
+
 def test_plain_decode_is_the_same_runner_one_token_wide() -> None:
     runner = make(mode=ForwardMode.DECODE, num_tokens_per_req=1)
     batch = toy_batch(ForwardMode.DECODE, [4, 8, 6], [1, 1, 1])
@@ -257,3 +269,25 @@ def test_a_verify_outlives_the_growth_of_its_backends_mask() -> None:
     except CapacityError as error:
         pytest.fail(f"{rule}: {error}")
     assert read.tolist() == [0, 1, 0, 0, 1, 0], rule
+
+
+@pytest.mark.parametrize("kind", [TRTLLMMLABackend, HostLengthsMLABackend])
+def test_a_graph_follows_its_batch_after_a_larger_runner_of_its_backend(
+    kind: type[PagedBackend],
+) -> None:
+    """Both runners capture two requests, in metadata of their own."""
+    scene = MLAScene(kind)
+
+    def tell_the_lengths(batch: ForwardBatch) -> LogitsProcessorOutput:
+        told = scene.backend.planned(batch).cache_seqlens_int32[:, None].float()
+        return LogitsProcessorOutput(told, told)
+
+    arguments = {"forward": tell_the_lengths, "attn_backend": scene.backend}
+    arguments |= {"req_to_token_pool": scene.table, "token_to_kv_pool": scene.pool}
+    runners = [make(capture_bs=sizes, **arguments) for sizes in ((2,), (4, 2))]
+    rule = "a graph reads the lengths of its own batch, whoever captured its bucket after it"
+    for totals in ((13, 8), (9, 20)):
+        batch = scene.batch(VERIFY, (WIDTH, WIDTH), totals)
+        drafted = batch.with_changes(spec_info=EagleVerifyInput(batch.input_ids, WIDTH))
+        read = [runner.replay(drafted).next_token_logits.flatten().tolist() for runner in runners]
+        assert read == [[*totals], [*totals]], f"{rule}: {totals}, not {read}"

@@ -92,6 +92,20 @@ def test_a_last_page_wider_than_the_table_is_cut() -> None:
         slots.reserve(lease, 15)
 
 
+def test_a_last_page_that_comes_later_is_cut_to_the_columns_that_are_left() -> None:
+    slots = table(columns=14)
+    lease = slots.open()
+    slots.reserve(lease, 9)
+    slots.commit(lease, 9)
+    said = "of a fourth page of 4 tokens the last 2 of 14 columns name the first 2 slots"
+    try:
+        slots.reserve(lease, 5)
+    except RuntimeError as error:
+        pytest.fail(f"{said}: {error}")
+    found = held(slots, lease, 14)
+    assert found == list(range(4, 18)), f"{said}, 16 and 17: {found}"
+
+
 def test_committing_beyond_the_pages_is_a_broken_contract() -> None:
     slots = table()
     lease = slots.open()

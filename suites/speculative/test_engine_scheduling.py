@@ -215,6 +215,24 @@ def test_an_aborted_request_leaves_the_others_alone(make: Callable[..., ToyEngin
     assert found == [], f"a request that is aborted while it waits is never generated: {found}"
 
 
+@EVERY
+def test_requests_of_one_prompt_are_told_apart(make: Callable[..., ToyEngine]) -> None:
+    toy = make(max_bs=2)
+    requests = [toy.engine.submit(PROMPTS[0], NEW) for _ in range(4)]
+    toy.engine.step()
+    for request in (requests[3], requests[0]):
+        toy.engine.abort(request)
+    kept = {id(request) for request in (*toy.engine.running, *toy.engine.waiting)}
+    left = [place for place, request in enumerate(requests) if id(request) in kept]
+    said = "of four requests of one prompt the aborted first and last are gone, and no other"
+    assert left == [1, 2], f"{said}: {left} are left"
+    rows = toy.engine._state.bs
+    assert rows == 1, f"the state has a row of the one request that still runs, not {rows} rows"
+    drain(toy, requests[1:3])
+    found = [request.generation.token_ids for request in requests[1:3]]
+    assert found == [text(PROMPTS[0])] * 2, f"both generate the text of their prompt: {found}"
+
+
 @pytest.mark.parametrize("count", range(1, 9))
 def test_a_generation_ends_at_the_token_asked_for(count: int) -> None:
     toy = toy_engine(spec_config(3, 4))

@@ -138,16 +138,21 @@ def test_captured_steps_read_one_table_as_far_as_the_last_sees(kind: Any) -> Non
     assert moved, "init_cuda_graph_state of a larger runner allocates another page_table"
 
 
-def test_each_step_translates_its_own_write_locations() -> None:
+@pytest.mark.parametrize("batch_size", [2, 5], ids=["own_size", "dp_padded"])
+def test_each_step_translates_its_own_write_locations(batch_size: int) -> None:
     multi_step = backend(TRTLLMHAAttnMultiStepDraftBackend, token_to_kv_pool=swa_pool())
-    batch = draft_batch(multi_step)
+    batch = draft_batch(multi_step).with_changes(batch_size=batch_size)
     mapping = batch.token_to_kv_pool.full_to_swa_index_mapping.clone()
-    multi_step.init_forward_metadata(batch)
+    said = "a step writes its own slots, request by request"
+    try:
+        multi_step.init_forward_metadata(batch)
+    except RuntimeError as error:
+        pytest.fail(f"{said}, whatever batch_size was padded to: {error}")
     batch.token_to_kv_pool.full_to_swa_index_mapping.zero_()
     for i, step in enumerate(multi_step.attn_backends):
         wanted = mapping[torch.cat((slots(1, 7 + i, 8 + i), slots(3, 4 + i, 5 + i)))]
         found = step.forward_metadata.swa_out_cache_loc
-        assert found.tolist() == wanted.tolist(), "a step writes its own slots, request by request"
+        assert found.tolist() == wanted.tolist(), said
 
 
 def test_the_parent_generates_no_kv_indices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from harness.core.capability import (
 )
 from harness.core.case import Family
 from harness.errors import KernelRefusal
+from harness.kernels import checked
 from harness.kernels.interface import ContextCall, DecodeCall
 from harness.kernels.reference import TorchPaged
 
@@ -286,6 +287,19 @@ def test_what_is_accepted(capability: Capability) -> None:
     kernel.decode(DecodeCall(**decode_call()))
     kernel.context(ContextCall(**context_call()))
     assert kernel.calls == ["decode", "context"]
+
+
+def test_a_kernel_of_a_long_life_remembers_its_last_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checked, "KEPT_CALLS", 4)
+    kernel = TorchPaged(REFERENCE)
+    for _ in range(9):
+        kernel.decode(DecodeCall(**decode_call()))
+    kernel.context(ContextCall(**context_call()))
+    kept = kernel.calls
+    assert len(kept) <= 4, f"of 10 calls a kernel remembers 4 at most, not {len(kept)}"
+    assert kept[-2:] == ["decode", "context"], (
+        f"a kernel remembers its last calls, in order: {kept}"
+    )
 
 
 def test_a_refused_call_is_not_logged() -> None:

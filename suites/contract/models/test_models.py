@@ -189,7 +189,7 @@ def test_the_correction_bias_chooses_and_does_not_weigh():
     raw_draft = raw_draft | {"num_experts_per_tok": 2}
     draft = random_checkpoint(raw_draft, 4)
     # Expert 1 has the lowest affinity and the highest bias.
-    odds = torch.tensor([3.0, 1.0, 2.0])
+    odds = torch.tensor([0.6, 0.2, 0.5])
     draft["model.layers.0.mlp.gate.weight"][:] = 0
     draft["model.layers.0.mlp.gate.weight"][:, 0] = odds.log()
     draft["model.layers.0.mlp.gate.e_score_correction_bias"][:] = torch.tensor([0.0, 0.5, 0.0])
@@ -197,16 +197,19 @@ def test_the_correction_bias_chooses_and_does_not_weigh():
     layer = build_pair(target, (raw_draft, draft), torch.float32).draft.layers[0]
     x = torch.zeros(2, 48)
     x[0, 0] = 1.0
-    # Affinities odds / (1 + odds): 3/4, 1/2, 2/3; all 1/2 where the token says nothing. Ties go
-    # either way, so row 1 only tells that the biased expert is chosen, at an equal share.
+    # Affinities odds / (1 + odds): 3/8, 1/6, 1/3, of which the chosen two add up to less than 1;
+    # all 1/2 where the token says nothing. Ties go either way, so row 1 only tells that the biased
+    # expert is chosen, at an equal share.
     shares = layer.routing(x) / 2.5
     said = "weights of the chosen experts add up to routed_scaling_factor"
     torch.testing.assert_close(shares.sum(1), torch.ones(2), msg=said)
     chosen = shares[0].nonzero().flatten().tolist()
     said = "e_score_correction_bias is added to the affinities that experts are chosen by"
     assert chosen == [0, 1], f"{said}: experts [0, 1], not {chosen}"
-    said = "experts are weighted by their affinities without e_score_correction_bias: 0.6, 0.4, not"
-    due = torch.tensor([0.6, 0.4, 0.0])
+    said = (
+        "experts are weighted by their affinities without e_score_correction_bias: 9/13, 4/13, not"
+    )
+    due = torch.tensor([9 / 13, 4 / 13, 0.0])
     torch.testing.assert_close(shares[0], due, msg=f"{said} {shares[0].tolist()}")
     said = "an expert chosen for its bias alone has an equal share of equal affinities"
     assert shares[1, 1] == 0.5, f"{said}: 0.5, not {shares[1, 1]}"
