@@ -47,7 +47,8 @@ class HostLengthsMLABackend(TRTLLMMLABackend):
         if in_capture:
             held.append(self.forward_metadata)
         # Which runner replays is not told: graphs of an earlier one read what was theirs.
-        for self.forward_metadata in held:
+        for metadata in held:
+            self.forward_metadata = metadata
             super().init_forward_metadata_in_graph(batch)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
