@@ -28,6 +28,7 @@ TOY = '''\
 from dataclasses import dataclass
 from functools import cached_property
 
+ARROW = "→ ·"
 LIMIT = 3
 SHIFT = min(
     2, 0
@@ -165,16 +166,21 @@ def evaluated(root: Path, expression: str) -> str:
         ("Toy.named", "lambda original, cls: original(cls) + 's'", "toy.Toy.named()", "Toy", "Toys"),
         ("Toy.zero", "lambda original: 1", "toy.Toy().zero()", "0", "1"),
         ("Toy.size", "original * 2", "toy.Toy().size", "4", "8"),
+        ("ARROW", "original[::-1]", "ascii(toy.ARROW)", r"'\u2192 \xb7'", r"'\xb7 \u2192'"),
         ("Toy.kind", "'car'", "toy.Toy().kind", "toy", "car"),
     ],
 )  # fmt: skip
 def test_a_seam_of_each_kind_is_planted_and_undone(
     toy: Path, name: str, replacement: str, expression: str, before: str, after: str
 ) -> None:
+    source = toy / "harness" / "toy.py"
     assert evaluated(toy, expression) == before
+    changed = source.stat().st_mtime_ns
     with planted(seam(name, replacement), toy):
         assert evaluated(toy, expression) == after
-    assert (toy / "harness" / "toy.py").read_text() == TOY
+    assert source.read_text() == TOY
+    told = "with a new time the source may be taken for a compiled mutant of its size"
+    assert source.stat().st_mtime_ns == changed, told
     assert evaluated(toy, expression) == before
 
 
