@@ -163,9 +163,11 @@ def test_a_guarded_command_ends_with_its_input(tmp_path: Path, killed: bool) -> 
 
 
 def test_nothing_of_ray_is_handed_to_what_a_node_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "somewhere")
+    for name in ("RAY_ADDRESS", "RAY_JOB_ID"):
+        monkeypatch.setenv(name, "somewhere")
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
-    assert "RAY_ADDRESS" not in nodes.variables()
+    handed_on = [name for name in nodes.variables() if name.startswith("RAY_")]
+    assert not handed_on, f"what a worker starts is no part of its cluster: {handed_on}"
     assert nodes.variables()["PYTHONPATH"] == os.pathsep.join((str(ROOT), "elsewhere"))
 
 
