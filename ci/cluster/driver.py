@@ -14,12 +14,24 @@ from typing import Protocol
 
 from ci.cluster.batches import Batch, apart, batches
 from ci.cluster.losses import Losses
-from ci.cluster.work import Answer, Ended, LaneWork, Node, NodeLost, Plan, Refused, UnitEnd
+from ci.cluster.work import (
+    Answer,
+    Ended,
+    LaneWork,
+    Node,
+    NodeLost,
+    Plan,
+    Refused,
+    UnitEnd,
+    WorkerLost,
+)
 from harness.core.record import Record, Verdict
 
 AHEAD = 2
 """Batches of a slot that are handed over before the first ends, so that no slot waits for us."""
 TICK_S = 1.0
+PLANNING = Batch(units=("",), seconds=0.0)
+"""What losses count a plan as: no unit has this name."""
 TOLD_EVERY_S = 10.0
 
 
@@ -152,13 +164,16 @@ class Drive:
             one.waits_since = self._cluster.now()
             self._tell(f"{one.work}: waits for a node of {one.work.kind}: none is there")
         if self._cluster.now() - one.waits_since >= self._wait_s:
-            one.given_up = True
-            for ticket in one.running:
-                self._cluster.withdraw(ticket)
-            one.running.clear()
-            one.queue.clear()
-            what = "all of it" if one.units is None else f"{len(one.units) - len(one.ended)} units"
-            self._tell(f"{one.work}: no node in {self._wait_s:g} s; {what} stays unverified")
+            self._give_up(one, f"no node in {self._wait_s:g} s")
+
+    def _give_up(self, one: Progress, why: str) -> None:
+        one.given_up = True
+        for ticket in one.running:
+            self._cluster.withdraw(ticket)
+        one.running.clear()
+        one.queue.clear()
+        what = "all of it" if one.units is None else f"{len(one.units) - len(one.ended)} units"
+        self._tell(f"{one.work}: {why}; {what} stays unverified")
 
     def _take(self, ticket: Hashable, answer: Answer) -> None:
         for one in self.progress:
@@ -178,9 +193,12 @@ class Drive:
             self._cluster.refuse(answer.node)
 
     def _take_plan(self, one: Progress, answer: Answer) -> None:
+        if isinstance(answer, NodeLost | WorkerLost):
+            _, red = self._lost(one, PLANNING, answer)
+            if red:
+                self._give_up(one, f"planning it {red}")
+                return
         if not isinstance(answer, Plan):
-            if not isinstance(answer, Refused):
-                one.losses.batches += 1
             self._submit(one, None)
             return
         one.units = answer.units
@@ -198,11 +216,16 @@ class Drive:
         elif isinstance(answer, Refused | Plan):
             one.queue.appendleft(batch)
         else:
-            lost = one.losses.lost_node if isinstance(answer, NodeLost) else one.losses.lost_worker
-            again, red = lost(batch, answer.reason)
+            again, red = self._lost(one, batch, answer)
             one.queue.extendleft(reversed(again))
             if red:
                 self._end(one, [UnitEnd(unit=batch.units[0], outcome="failed", message=red)])
+
+    def _lost(
+        self, one: Progress, batch: Batch, answer: NodeLost | WorkerLost
+    ) -> tuple[list[Batch], str]:
+        lost = one.losses.lost_node if isinstance(answer, NodeLost) else one.losses.lost_worker
+        return lost(batch, answer.reason)
 
     def _take_ended(self, one: Progress, batch: Batch, answer: Ended) -> None:
         if answer.began:

@@ -63,9 +63,9 @@ def documents(root: Path) -> dict[str, str]:
 
 
 def clone(into: Path) -> Path:
-    """A fresh clone of HEAD in a folder that is made, and must be empty."""
+    """A fresh clone of HEAD in a folder that is made, and must be empty; absolute as that is."""
     into.mkdir(parents=True, exist_ok=True)
-    target = into.absolute() / "specgate"
+    target = into / "specgate"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(target)], check=True)
     return target
 
@@ -75,7 +75,7 @@ def doors(names: Sequence[str], into: Path, console: Console) -> list[Tried]:
 
     Args:
         names: documents, or "extras"; everything if empty.
-        into: an empty folder.
+        into: an empty folder, absolute: commands run in others.
         console: of the progress.
 
     Raises:
@@ -123,9 +123,9 @@ def main(argv: Sequence[str]) -> int:
     console = Console(soft_wrap=True)
     started = time.monotonic()
     with ExitStack() as stack:
-        temporary = options.into or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        into = options.into or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         try:
-            tried = doors(options.names, temporary, console)
+            tried = doors(options.names, into.absolute(), console)
         except (UsageError, subprocess.CalledProcessError, FileExistsError) as error:
             print(f"doors: {error}", file=sys.stderr)
             return 2

@@ -54,9 +54,10 @@ def _resolved(chosen: Extras, root: Path) -> Tried:
 
 def _installed(chosen: Extras, table: Table, root: Path, home: Path) -> Iterator[Tried]:
     """Install it, find the command, collect every suite, run a test of each folder."""
-    shell, python, at = Shell(root, fresh(os.environ)), home / "bin/python", shlex.quote(str(home))
+    shell, at = Shell(root, fresh(os.environ)), shlex.quote(str(home))
+    python = shlex.quote(str(home / "bin/python"))
     wanted = extras.requirement(chosen)
-    make = f"python3 -m venv {at} && {_pip(python, 'cpu', '-e', wanted)}"
+    make = f"python3 -m venv {at} && {_pip(home / 'bin/python', 'cpu', '-e', wanted)}"
     made = _tried(chosen, f"pip install -e {wanted}", shell, make)
     yield made
     if made.problem:

@@ -65,7 +65,8 @@ class OlderContracts:
             ContractError: the pool is an SWA pool.
         """
         batch = self._batch(bs, 0, req_pool_indices, seq_lens, forward_mode, spec_info)
-        batch.seq_lens_sum, batch.seq_lens_cpu = seq_lens_sum, seq_lens_cpu
+        batch.seq_lens_sum = seq_lens_sum
+        batch.seq_lens_cpu = None if seq_lens_cpu is None else seq_lens_cpu[:bs]
         self.backend.init_forward_metadata_out_graph(batch)
         self.backend.init_forward_metadata_in_graph(batch)
 

@@ -14,7 +14,7 @@ import torch
 from filelock import FileLock
 
 from fixtures.covering.rows import values_of_trial
-from fixtures.plan import custom_trials, trials
+from fixtures.plan import DRAW, custom_trials, trials
 from fixtures.pytest_plugin.goldens import load_row
 from fixtures.pytest_plugin.run_again import run_again
 from fixtures.tables import LONG
@@ -22,9 +22,6 @@ from harness.core.case import Case, Execution
 from harness.core.record import Record, Verdict
 from harness.differential.trial import explanation, run_trial, untried
 from harness.subjects import Subject, custom_subjects
-
-DRAW = "+draw"
-"""Between the id of a row and the number of its drawing."""
 
 
 def alone(device: torch.device) -> FileLock:

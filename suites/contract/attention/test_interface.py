@@ -115,15 +115,14 @@ def test_the_older_pair_is_the_three_phases() -> None:
     assert planned.req_pool_indices.tolist() == [1, 3]
     assert planned.seq_lens.tolist() == [9, 4]
     backend.log.clear()
-    seq_lens_cpu, longer = torch.tensor([9, 4]), torch.tensor([9, 4, 1])
-    older.init_forward_metadata_replay_cuda_graph(
-        2, longer, longer, 13, None, mode, spec, seq_lens_cpu
-    )
+    longer = torch.tensor([9, 4, 1])
+    older.init_forward_metadata_replay_cuda_graph(2, longer, longer, 13, None, mode, spec, longer)
     (_, planned, in_capture), last = backend.log
     assert (in_capture, last) == (False, ("in", planned))
-    lens_on_host = planned.seq_lens_sum, planned.seq_lens_cpu
-    told = "hands on seq_lens_sum and seq_lens_cpu, for backends that read lengths on the host"
-    is_handed_on = lens_on_host == (13, seq_lens_cpu)
+    own_lens = planned.seq_lens_cpu
+    lens_on_host = planned.seq_lens_sum, None if own_lens is None else own_lens.tolist()
+    told = "hands on seq_lens_sum and seq_lens_cpu of its bs requests, whose buffer may be longer"
+    is_handed_on = lens_on_host == (13, [9, 4])
     assert is_handed_on, f"init_forward_metadata_replay_cuda_graph {told}: {lens_on_host}"
     assert planned.req_pool_indices.tolist() == planned.seq_lens.tolist() == [9, 4]
 

@@ -48,7 +48,9 @@ def checkout(tmp_path: Path) -> Path:
             "    def decode(self): ...\n"
             "if True:\n"
             "    def on_condition(query): ...\n"
+            "from .jit import *\n"
         ),
+        "jit.py": "def build(): ...\n",
         "mla/__init__.py": "from ._core import *\n",
         "mla/sm90/core.py": "from ...decode import decode\n",
         "mla/_core.py": "from ..decode import decode\ndef latent(query, *, pages): ...\n",

@@ -11,10 +11,16 @@ import torch
 
 from harness.sglang import backend, batches, graph_planning
 from harness.sglang.backend import SGLangBackend, SGLangDraftBackend
-from harness.sglang.batches import new_batch, served_batch, with_host_lens
+from harness.sglang.batches import chain_mask, new_batch, new_layer, served_batch, with_host_lens
 from harness.sglang.releases import RELEASES
 from harness.upstream.base_attn_backend import SharedReadEnds
-from harness.upstream.forward_batch_info import EagleDraftExtendInput, ForwardBatch, ForwardMode
+from harness.upstream.forward_batch_info import (
+    EagleDraftExtendInput,
+    EagleVerifyInput,
+    ForwardBatch,
+    ForwardMode,
+)
+from harness.upstream.radix_attention import RadixAttention
 
 FP8 = torch.float8_e4m3fn
 
@@ -53,6 +59,7 @@ RELEASE = SimpleNamespace(
     CaptureHiddenMode=SimpleNamespace(LAST="last", FULL="full"),
     EagleDraftInput=None,
     EagleDraftExtendInput=TheirExtend,
+    RadixAttention=SimpleNamespace,
 )
 
 
@@ -110,6 +117,24 @@ def test_a_draft_extend_has_its_prefix_before_its_rows_and_no_bonus_among_its_dr
     assert made.spec_info.num_accept_tokens.tolist() == [3, 1]
     assert made.spec_info.num_correct_drafts.tolist() == [2, 0], "the bonus token is no draft"
     assert made.spec_info.extend_seq_lens_tensor.tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("scales", [(0.25, 1.0), (1.0, 0.5)], ids=["keys", "values"])
+def test_a_layer_that_scales_one_cache_alone_hands_over_both(scales: tuple[float, float]) -> None:
+    layer = RadixAttention(0, 4, 2, 64, 64, 0.125, k_scale=scales[0], v_scale=scales[1])
+    made = new_layer(layer, "cpu")
+    told = "sglang takes a layer without scales for one whose cache is not scaled"
+    assert hasattr(made, "k_scale"), told
+    assert (made.k_scale.tolist(), made.v_scale.tolist()) == ([scales[0]], [scales[1]])
+    assert (made.k_scale_float, made.v_scale_float) == scales
+
+
+def test_the_mask_of_a_chain_shows_each_draft_token_itself_and_what_is_before_it() -> None:
+    spec = EagleVerifyInput(draft_token=torch.zeros(4, dtype=torch.int64), draft_token_num=2)
+    mask = chain_mask(batch(ForwardMode.TARGET_VERIFY, (1, 0), 4, spec_info=spec))
+    first, second = [1, 1, 0, 1, 1, 1], [1, 0, 1, 1]  # of both queries, key by key
+    told = "request behind request, query behind query, a query sees its own key"
+    assert mask.int().tolist() == first + second, told
 
 
 def test_lengths_on_the_host_are_those_of_the_capture() -> None:

@@ -14,6 +14,7 @@ from harness.core.record import Record
 from harness.errors import UsageError
 from harness.sglang import install
 from harness.sglang.releases import FOLDER, find_release, packages_of, source_of
+from harness.upstream import released_wheel
 
 FIRST, SECOND = find_release("0.5.13"), find_release("0.5.14")
 
@@ -90,3 +91,15 @@ def test_releases_that_share_packages_are_installed_one_by_one(
     findings.run_releases({"0.5.13": ["one"], "0.5.14": ["two"]})
     assert sum(path.name.startswith("transformers") for path in unpacked.iterdir()) == 1
     assert len(set(folders)) == 2, "two releases at a time keep their records apart"
+
+
+def test_a_folder_of_releases_that_is_named_relatively_is_one_of_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for variable in (FOLDER, released_wheel.FOLDER):
+        monkeypatch.setenv(variable, "there")
+    told = "links to it and processes in other folders are of the same one"
+    assert source_of(FIRST) == tmp_path / "there" / "sglang-0.5.13", told
+    assert packages_of(FIRST) == tmp_path / "there" / "transformers-5.8.1", told
+    assert released_wheel.cache() == tmp_path / "there", told

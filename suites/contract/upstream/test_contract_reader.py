@@ -22,7 +22,7 @@ class Backend(ABC):
     left, right = 1, 2
     name: Optional[str]
 
-    def forward(self, q: Tensor, /, *rest: int, scale: float = 1.0, flag=(1, 'a'), **more) -> None:
+    def forward(self, q: Tensor, /, *rest: int, scale: float = 1.0, flag=(1, 'a'), **more: M):
         self.planned = q
 
     async def watch(self): ...
@@ -102,6 +102,7 @@ def test_members_of_an_abstract_class_have_their_kind_signature_and_default(sour
     assert "_hook" in obtained, "a hook with a private name, which subclasses override, is a member"
     told = "a signature leaves out annotations, of keyword-only parameters too"
     assert "scale=1.0" in obtained["forward"], told
+    assert obtained["forward"].endswith(", **more)"), told
     assert obtained == {
         "(class)": "class Backend(ABC) in base.py",
         "needs_lens": "attribute: bool = True",

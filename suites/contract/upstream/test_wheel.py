@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import zipfile
@@ -19,6 +20,7 @@ from fixtures.tables.latency import Point
 from harness.errors import UsageError
 from harness.upstream import released_wheel
 from harness.upstream.released_wheel import FOLDER, WHEELS, Wheel
+from harness.upstream.stub_modules import alone
 
 MADE_UP = Wheel("9.9", (released_wheel.BACKEND, "sglang.kernels.fill"))
 BACKEND = """
@@ -263,3 +265,13 @@ def test_every_release_has_its_backend_first() -> None:
     assert list(WHEELS) == ["0.5.13", "0.5.14", "0.5.16", "0.5.23"]
     assert all(one.files[0].endswith("/trtllm_mha_backend.py") for one in WHEELS.values())
     assert torch.int32 == set_scene(Point(64, 1, 128), "cpu").table.req_to_token.dtype
+
+
+def test_a_class_may_inherit_from_two_that_are_absent(tmp_path: Path) -> None:
+    (tmp_path / "sglang").mkdir()
+    told = "from sglang.srt.base import Backend, Mixin\nclass Own(Backend, Mixin): ...\n"
+    (tmp_path / "sglang" / "own.py").write_text(told)
+    with alone(tmp_path, ["sglang.own"]):
+        made = importlib.import_module("sglang.own").Own
+    bases = [base.__name__ for base in made.__bases__]
+    assert bases == ["Backend", "Mixin"], f"each name of a stub is a class of its own: {bases}"

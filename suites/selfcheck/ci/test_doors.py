@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -10,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from ci.doors import __main__ as cli
-from ci.doors import doors_table, extras
+from ci.doors import doors_table, environments, extras
 from ci.doors.documents import Command, commands, ordered
 from ci.doors.doors_table import CommandRow, Table
-from ci.doors.shell import QUICK_PIP, Shell, fresh
+from ci.doors.shell import QUICK_PIP, Outcome, Shell, fresh
 from ci.doors.tried import Tried, show, typed
 from harness.core.paths import ROOT
 from harness.errors import UsageError
@@ -79,6 +80,11 @@ def test_what_a_command_sets_holds_for_the_next(tmp_path: Path) -> None:
 def test_what_a_command_unsets_is_gone_for_the_next(tmp_path: Path) -> None:
     results = tried(tmp_path, 'export Q=1\nunset Q\ntest -z "${Q+set}"')
     assert [one.problem for one in results] == [""] * 3, "a variable that was unset stays unset"
+
+
+def test_a_value_may_have_an_equals_sign(tmp_path: Path) -> None:
+    results = tried(tmp_path, 'export OPTS="--a=1 --b=2"\ntest "$OPTS" = "--a=1 --b=2"')
+    assert [one.problem for one in results] == [""] * 2, "a name ends at the first equals sign"
 
 
 @pytest.mark.parametrize("text", ["false", "exit 3", "no-such-command", "test -t 0"])
@@ -303,3 +309,36 @@ def test_an_unknown_document_is_one_line(
     assert cli.main(["READMI.md", "--into", str(tmp_path)]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("doors: READMI.md is no document; accepted: README.md, CONTRIBUTING.md")
+
+
+def test_an_environment_may_lie_in_a_folder_with_a_space(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    typed_lines: list[str] = []
+
+    def run(shell: Shell, text: str, row: CommandRow) -> Outcome:
+        typed_lines.append(text)
+        return Outcome(0.0, "suites/a/test_x.py::test_1")
+
+    monkeypatch.setattr(environments.Shell, "run", run)
+    root, into = tmp_path / "specgate", tmp_path / "in to"
+    root.mkdir()
+    (root / "tox.ini").write_text("[testenv]\nextras = test\n")
+    project = '[project]\ndependencies = []\n[project.optional-dependencies]\ngpu = ["a"]\n'
+    (root / "pyproject.toml").write_text(project)
+    list(environments.environments(a_table(), root, into, []))
+    make, _, *runs = map(shlex.split, typed_lines)
+    own = str(into / "test" / "bin" / "python")
+    assert own in make, f"pip of the environment installs into it: {make}"
+    assert [words[0] for words in runs] == [own] * 2, f"its own python runs the suites: {runs}"
+
+
+def test_the_folder_to_work_in_is_the_same_for_commands_that_run_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: list[Path] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "doors", lambda _, into, __: given.append(into) or [])
+    assert cli.main(["extras", "--into", "made"]) == 0
+    told = "a relative --into is one of this folder, not of the clone in which commands run"
+    assert given == [tmp_path / "made"], f"{told}: {given}"

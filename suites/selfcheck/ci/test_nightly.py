@@ -16,6 +16,7 @@ from ci.nightly.machine import Machine
 from ci.nightly.stages import PinnedArm, Stage
 from fixtures import bench, planned
 from fixtures.fakes.fake_nvml import Driver
+from fixtures.plan import covering_trials
 from fixtures.plan import trials as planned_here
 from harness.bench.session_records import Role
 from harness.core.capability import BLACKWELL
@@ -223,5 +224,8 @@ def test_plan_for_a_gpu_that_is_not_here_is_the_one_a_gpu_would_make() -> None:
     runs = Counter(subject.split("/")[1] for _, subject, _, _, refused in rows if not refused)
     assert set(runs) == {"xqa", "flash_mla", "reference"}
     assert {row[:2] for row in planned.rows(None)} == {(c.id, s.name) for c, s, _ in planned_here()}
+    triples = {(case.id, on.name) for case, on, _ in covering_trials((9, 0), 3)}
+    missed = triples - {row[:2] for row in planned.rows((9, 0), 3)}
+    assert not missed, f"of --covering 3 every row is planned, {len(missed)} are not"
     needs = "trtllm_gen needs compute capability 10.0 or 10.3, this device has 9.0"
     assert {row[4] for row in rows if row[1] == "trtllm_mha/trtllm_gen"} == {needs}

@@ -280,6 +280,25 @@ def test_a_lane_is_red_if_one_of_its_kinds_has_no_node(
     assert lines[-1] == "cluster: red: bench", "the last line names the red lane"
 
 
+def test_each_lane_is_judged_by_its_own_kinds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for lane in ("gpu", "bench"):
+        (tmp_path / lane).mkdir()
+    judged: list[tuple[str, list[str]]] = []
+
+    def judge(store: Store, works: list[LaneWork]) -> int:
+        judged.append((store.folder.name, [str(one) for one in works]))
+        return 0
+
+    monkeypatch.setattr(command, "judge", judge)
+    words = ["gpu", "bench", "--kinds", "sm90", "--report", str(tmp_path)]
+    options = command.parser().parse_args(words)
+    command.run(OneKind("sm90"), command.wanted(options.kinds, options, []), options, 0.0)
+    own = [("gpu", ["gpu on sm90"]), ("bench", ["bench on sm90"])]
+    assert judged == own, f"the gate of tests judges no benchmark, whose lane is another: {judged}"
+
+
 def test_the_gate_is_asked_for_every_kind_of_a_lane(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,14 @@ def test_files_that_come_back_are_limited_together(monkeypatch: pytest.MonkeyPat
     assert told == [f"left on the node, over 3 MiB with the others: {name}" for name in "bc"]
 
 
+def test_files_of_just_the_size_that_is_allowed_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "LARGEST_FILES", 5)
+    writes = "import sys\nfor n in (2, 3): open(f'{sys.argv[1]}/{n}', 'wb').write(bytes(n))"
+    files = dict(command_end(work("-c", writes, "{report}"), "one").files)
+    told = f"files of 2 and 3 bytes are not over 5: {[*files]}, {files['output.txt'].decode()}"
+    assert files == {"2": bytes(2), "3": bytes(3), "output.txt": b""}, told
+
+
 def test_a_command_may_say_what_is_no_text() -> None:
     says = "import sys; sys.stdout.buffer.write(b'caf\\xe9\\n')"
     end = command_end(work("-c", says), "one")
@@ -59,10 +67,14 @@ def test_a_command_may_say_what_is_no_text() -> None:
 def test_a_command_that_fails_or_hangs_is_red() -> None:
     failed = command_end(work("-c", "raise SystemExit('off')"), "one")
     assert (failed.outcome, failed.message) == ("failed", "off")
-    hangs = "import time; print('begun', flush=True); time.sleep(60)"
+    hangs = (
+        "import sys, time; print('begun', flush=True); "
+        "print('no lock', file=sys.stderr, flush=True); time.sleep(60)"
+    )
     slow = command_end(work("-c", hangs, limit_s=5.0), "one")
     assert (slow.outcome, slow.message) == ("failed", "over 5 s")
-    assert slow.files["output.txt"] == b"begun\n", "where it hung can be read"
+    said = "where and why it hung can be read, on standard output and error"
+    assert slow.files["output.txt"] == b"begun\nno lock\n", said
 
 
 class IdleProcess:
@@ -151,9 +163,11 @@ def test_a_guarded_command_ends_with_its_input(tmp_path: Path, killed: bool) -> 
 
 
 def test_nothing_of_ray_is_handed_to_what_a_node_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "somewhere")
+    for name in ("RAY_ADDRESS", "RAY_JOB_ID"):
+        monkeypatch.setenv(name, "somewhere")
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
-    assert "RAY_ADDRESS" not in nodes.variables()
+    handed_on = [name for name in nodes.variables() if name.startswith("RAY_")]
+    assert not handed_on, f"what a worker starts is no part of its cluster: {handed_on}"
     assert nodes.variables()["PYTHONPATH"] == os.pathsep.join((str(ROOT), "elsewhere"))
 
 

@@ -158,6 +158,30 @@ def test_one_fault_costs_nothing_but_a_run_again(unit: str, fault: Answer) -> No
         assert again == {*batch}, said
 
 
+@pytest.mark.parametrize(
+    ("fault", "times", "told"),
+    [
+        (WorkerLost(reason="out of memory"), 3, "killed its worker 3 times: out of memory"),
+        (NodeLost(reason="gone"), 10, "lost with its node 10 times: gone"),
+    ],
+    ids=["worker", "node"],
+)
+def test_a_plan_that_is_lost_each_time_ends_its_lane(fault: Answer, times: int, told: str) -> None:
+    other = replace(WORK, kind="sm100")
+
+    def answer(question: Question) -> Answer:
+        work, units = question
+        return fault if work == WORK and units is None else usual(units)
+
+    cluster = ScriptedCluster(answer)
+    ran = Ran(cluster, works=[WORK, other])
+    asked = cluster.asked.count((WORK, None))
+    assert asked == times, f"{told}: a plan is asked for as often as a unit of its own, not {asked}"
+    assert [one.given_up for one in ran.drive.progress] == [True, False]
+    assert f"run on sm90: planning it {told}; all of it stays unverified" in ran.told, ran.told
+    assert ran.outcomes == GREEN, "the other kind's units end"
+
+
 def test_a_refused_node_is_named_once_with_its_versions() -> None:
     fault = Refused(node=THERE, reasons=("torch = '1' is not accepted; accepted: 2",))
     cluster = ScriptedCluster(once({"u0": fault, "u11": fault}))

@@ -181,6 +181,14 @@ def test_files_and_failures_without_a_record_are_kept(tmp_path: Path) -> None:
     assert last["place"] == "far, GPU 3"
 
 
+def test_a_unit_that_runs_again_has_the_files_of_its_last_run(tmp_path: Path) -> None:
+    files = {"log/a.txt": b"1", "log/b.txt": b"2"}
+    store(tmp_path).add(WORK, [end("x", "failed", record="", files=files)])
+    store(tmp_path, resume=True).add(WORK, [end("x", record="", files={"log/b.txt": b"3"})])
+    found = (tmp_path / "sm90" / "x" / "log" / "b.txt").read_bytes()
+    assert found == b"3", f"a failed item that passes after --resume has its new files: {found!r}"
+
+
 def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
     folder = tmp_path / "report" / "run"
     with held(folder):

@@ -11,6 +11,7 @@ import pytest
 from fixtures import minimise as verb
 from fixtures.fakes.sample_records import trial
 from fixtures.minimise import find_trial, main, row
+from fixtures.plan import DRAW, covering_trials
 from fixtures.tables import CASES
 from harness.core.case import Case, Dtype, Execution, Family, KVDtype, Layout, Mode
 from harness.core.record import Record, Verdict
@@ -190,6 +191,21 @@ def test_a_trial_is_found_by_the_id_that_a_red_one_prints() -> None:
     assert ours.name == "trtllm_mha/xqa"
 
 
+@pytest.mark.parametrize("strength", [2, 3])
+def test_a_covering_trial_is_found_by_its_id(strength: int) -> None:
+    *_, (covering, on, how) = covering_trials(None, strength)
+    found = find_trial(f"{covering.id}-{on.name}-{how}")
+    assert found == (covering, on, how), f"a covering row is no named edge, and can be red: {found}"
+
+
+def test_a_trial_of_drawn_inputs_is_found_with_its_own_inputs() -> None:
+    drawn = f"mha-decode-bs1_short{DRAW}7"
+    case, subject, _ = find_trial(f"{drawn}-trtllm_mha/xqa-eager")
+    told = f"inputs are drawn from the id, {drawn}, not {case.id}"
+    assert case == replace(CASES["mha-decode-bs1_short"], id=drawn), told
+    assert subject.name == "trtllm_mha/xqa"
+
+
 @pytest.mark.parametrize("name", ["", "mha-decode-bs1_short", "nothing-trtllm_mha/xqa-eager"])
 def test_an_unknown_trial_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -207,7 +223,10 @@ def test_the_script_is_of_the_smallest_case(
     monkeypatch.setattr(
         verb.TrialProcess, "run", lambda self, case, *_: judged(lambda c: c.bs > 1)(case)
     )
-    path, trial = tmp_path / "script.py", f"mha-decode-bs2_ragged-sglang-{NEWEST}/trtllm_mha/xqa"
+    path, trial = (
+        tmp_path / "made" / "script.py",
+        f"mha-decode-bs2_ragged-sglang-{NEWEST}/trtllm_mha/xqa",
+    )
     assert main([f"{trial}-eager", "--script", str(path)]) == 0
     written = path.read_text(encoding="utf-8").splitlines()
     (committed,) = (line for line in written if line.startswith("COMMITTED, WIDTH, STEPS = "))

@@ -17,6 +17,7 @@ from fixtures import mutants
 from fixtures.mutants import ROOT, Copy, Fate, Kept, Outcome, main, matrix, show
 from fixtures.mutation.asker import Asker
 from fixtures.mutation.planting import locate, planted
+from fixtures.mutation.recorder import Recorder
 from fixtures.mutation.recording import Recording, record
 from fixtures.tables.mutants import ROWS
 from fixtures.tables.mutants.mutant import Mutant, Seam, Text
@@ -28,6 +29,7 @@ TOY = '''\
 from dataclasses import dataclass
 from functools import cached_property
 
+ARROW = "→ ·"
 LIMIT = 3
 SHIFT = min(
     2, 0
@@ -165,16 +167,21 @@ def evaluated(root: Path, expression: str) -> str:
         ("Toy.named", "lambda original, cls: original(cls) + 's'", "toy.Toy.named()", "Toy", "Toys"),
         ("Toy.zero", "lambda original: 1", "toy.Toy().zero()", "0", "1"),
         ("Toy.size", "original * 2", "toy.Toy().size", "4", "8"),
+        ("ARROW", "original[::-1]", "ascii(toy.ARROW)", r"'\u2192 \xb7'", r"'\xb7 \u2192'"),
         ("Toy.kind", "'car'", "toy.Toy().kind", "toy", "car"),
     ],
 )  # fmt: skip
 def test_a_seam_of_each_kind_is_planted_and_undone(
     toy: Path, name: str, replacement: str, expression: str, before: str, after: str
 ) -> None:
+    source = toy / "harness" / "toy.py"
     assert evaluated(toy, expression) == before
+    changed = source.stat().st_mtime_ns
     with planted(seam(name, replacement), toy):
         assert evaluated(toy, expression) == after
-    assert (toy / "harness" / "toy.py").read_text() == TOY
+    assert source.read_text() == TOY
+    told = "with a new time the source may be taken for a compiled mutant of its size"
+    assert source.stat().st_mtime_ns == changed, told
     assert evaluated(toy, expression) == before
 
 
@@ -223,6 +230,17 @@ def test_a_text_in_a_nested_function_is_of_that_one(tmp_path: Path) -> None:
 
 def names(order: list[str]) -> list[str]:
     return [name.partition("::")[2] for name in order]
+
+
+def test_a_skipped_test_is_asked_nothing(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    for name, outcome in (("ran", "passed"), ("skipped", "skipped")):
+        recorder.pytest_runtest_logreport(
+            pytest.TestReport(name, ("a.py", 1, name), {}, outcome, None, "setup")  # type: ignore[arg-type]
+        )
+    recorder.pytest_sessionfinish()
+    known = [*json.loads((tmp_path / "seconds.json").read_text())]
+    assert known == ["ran"], f"a test that was skipped cannot notice a mutant: {known}"
 
 
 def test_tests_that_execute_a_seam_come_first_and_the_fastest_of_them_at_the_start(
@@ -349,6 +367,24 @@ def test_the_last_outcomes_are_kept_and_their_killers_asked_first(tmp_path: Path
         ROWS[1].id,
     ]
     assert Kept(path, ROWS).killers == {ROWS[0].id: "suites/t.py::test_t"}
+
+
+def test_outcomes_outlive_a_run_that_is_killed_as_it_notes_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(path: Path, text: str, **_: object) -> None:
+        path.write_bytes(text[: len(text) // 2].encode())
+        raise KeyboardInterrupt  # as SIGKILL, in the middle of a file
+
+    path = tmp_path / "mutants.jsonl"
+    kept = Kept(path, ROWS)
+    kept.add(outcome(ROWS[0].id, Fate.KILLED))
+    before = path.read_text()
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        kept.add(outcome(ROWS[1].id, Fate.HUNG))
+    said = "what was known is whole, and the next run reads it"
+    assert path.read_text() == before, said
 
 
 def test_what_cannot_be_asked_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
