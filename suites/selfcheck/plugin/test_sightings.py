@@ -117,6 +117,10 @@ def test_messages_are_kept_without_folders_and_short() -> None:
     assert message.startswith("item at sglang/srt/trtllm.py:4; again")
     assert message.endswith("again …")
     assert len(message) <= 242
+    deep = f"wall: item at /{'home/' * 48}sglang/srt/trtllm.py:4; again"
+    said = "a message is as long as it is without its folders: nothing is cut off"
+    kept = only(ended("0.5.16", Verdict.WAIVED, deep)).message
+    assert kept == "item at sglang/srt/trtllm.py:4; again", f"{said}, not {kept!r}"
 
 
 def test_sightings_survive_their_file() -> None:
@@ -320,3 +324,14 @@ def test_a_window_that_does_not_show_ends_with_1(
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"{told} windows seen red, then green"
     assert asked == [{"0.5.16": [NARROW, STRIDED], "0.5.18": [NARROW, STRIDED]}]
+
+
+def test_one_window_of_two_that_does_not_show_ends_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [ended("0.5.16", Verdict.WAIVED, RED[0]), ended("0.5.18", Verdict.PASSED)]
+    monkeypatch.setattr(findings, "FINDINGS", (FINDING, replace(FINDING, id="unseen")))
+    monkeypatch.setattr(findings, "run_releases", lambda trials: records)
+    code = findings.main(["--windows"])
+    assert capsys.readouterr().out.splitlines()[-1] == "1 of 2 windows seen red, then green"
+    assert code == 1, f"every window has to show, not only one of them; obtained exit code {code}"
