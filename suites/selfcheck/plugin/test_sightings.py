@@ -271,6 +271,25 @@ def test_the_document_says_what_is_no_finding() -> None:
         assert why in text
 
 
+@pytest.mark.parametrize("what", ["--run", "--kept"])
+@pytest.mark.parametrize("page", ["file/page.html", "."])
+def test_a_page_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    what: str,
+    page: str,
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(findings, "run_releases", lambda _: pytest.fail("trials of hours ran"))
+    with pytest.raises(SystemExit, match="2"):
+        findings.main([what, "--out", str(tmp_path / page)])
+    said = capsys.readouterr().err.splitlines()
+    told = f"a page that cannot be written is refused in one line: {said}"
+    assert len(said) == 1, told
+    assert said[0].startswith(f"--out = '{tmp_path / page}' is not accepted"), told
+
+
 def test_a_folder_without_records_is_refused_in_one_line(
     tmp_path: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
