@@ -1,5 +1,6 @@
 """Recorded launches, drawn again into sessions, say how often an effect is found, and no more."""
 
+from argparse import ArgumentTypeError
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
@@ -327,6 +328,14 @@ def test_a_workload_is_told_with_its_own_launches():
     workloads, launches, *_ = (list(c.cells) for c in resolution.table(recorded, found).columns)
     told = "one has 48 launches and two, of which some were dropped, 46"
     assert (workloads, launches) == (["two", "one"], ["46", "48"]), told
+
+
+@pytest.mark.parametrize("text", ["-1", "0,-1.0", "1", "0.01,1.0"])
+def test_an_arm_is_made_neither_twice_as_slow_nor_to_take_no_time(text):
+    with pytest.raises(ArgumentTypeError, match="accepted: numbers between -1 and 1"):
+        pytest.fail(
+            f"--effects {text} stands at a bound and is refused: {resolution.effects(text)}"
+        )
 
 
 def test_an_arm_that_is_made_faster_is_not_told_as_equal():
