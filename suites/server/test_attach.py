@@ -140,6 +140,7 @@ def test_vllm_counts_every_prompt_of_a_batch() -> None:
     bodies = [asked.body for asked in server.asked if asked.path == client.path]
     told = "each request of a batch ends at the end token if the batch does"
     assert [body["ignore_eos"] for body in bodies] == [False, False], told
+    assert client.generate_batch([], 3) == [], "a batch without a prompt has no answer"
 
 
 @pytest.mark.parametrize("lies", [True, False])

@@ -141,6 +141,25 @@ def test_death_is_reported_at_once_with_the_end_of_the_log(log: Path) -> None:
     ]
 
 
+def test_a_log_of_any_bytes_tells_why_a_server_died(log: Path) -> None:
+    says = "import sys; sys.stdout.buffer.write(b'caf\\xe9: out of memory'); sys.exit(3)"
+    with (
+        pytest.raises(NotReady, match=r"ended with 3 before(.|\n)*caf\ufffd: out of memory"),
+        launch(stub(argv=(sys.executable, "-c", says)), log),
+    ):
+        pytest.fail("it was never ready")
+
+
+def test_without_a_log_what_is_said_and_what_is_wrong_stay_apart(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    says = "import sys; print('a table'); print('a warning', file=sys.stderr)"
+    assert run_guarded((sys.executable, "-c", says)) == 0
+    said = capfd.readouterr()
+    told = "a command without a log has the standard output and error of this process"
+    assert (said.out, said.err) == ("a table\n", "a warning\n"), f"{told}: {said}"
+
+
 def test_a_servers_own_environment_wins(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     tells = (sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])")

@@ -167,6 +167,14 @@ def test_of_both_limits_of_a_chat_the_newer_holds():
     assert found.max_new_tokens == 5, said
 
 
+def test_a_message_without_text_is_a_line_of_its_own():
+    silent = {"role": "assistant", "content": None}
+    parts = [{"type": "text", "text": text} for text in ("b", "", "c")]
+    messages = [{"role": "user", "content": "a"}, silent, {"role": "user", "content": parts}]
+    found = ChatCompletionRequest.model_validate({"messages": messages}).prompt
+    assert found == "a\n\nb\n\nc", "contents are joined by newlines, empty ones as well"
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param", "words"),
     [

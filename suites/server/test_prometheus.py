@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from harness.server.http.engine_client import Progress, Refused, WorkerLost
+from harness.server.http.generate import GenerateHandler
 from harness.server.http.prometheus import Metrics
+from harness.server.http.protocol import GenerateRequest
 
 STATE = {
     "running": 3,
@@ -50,3 +59,25 @@ def test_counters_and_gauges() -> None:
     }
     differ = sorted(found.items() ^ expected.items())
     assert found == expected, f"a metric has the number that its name says: {differ} differ"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "why", "counted"),
+    [(9, Refused, {}), (5, WorkerLost, {'num_requests_total{outcome="failed"}': 1})],
+)
+def test_what_can_never_be_served_is_no_failure(
+    tokens: int, why: type[Exception], counted: dict[str, int]
+) -> None:
+    async def lost(*_: object, **__: object) -> AsyncGenerator[Progress, None]:
+        raise WorkerLost("the engine's process ended with -9")
+        yield
+
+    engine: Any = SimpleNamespace(context_length=8, new_detokenizer=lambda: None, generate=lost)
+    metrics = Metrics()
+    body = {"input_ids": [1] * tokens, "sampling_params": {"max_new_tokens": 2}}
+    asked = GenerateRequest.model_validate(body).to_input()
+    with pytest.RaisesGroup(why):
+        asyncio.run(GenerateHandler(engine, metrics).response(asked))
+    found = {name: n for name, n in samples(metrics).items() if name.startswith("num_requests")}
+    told = "a server fails where it cannot answer what it accepts, not where it refuses"
+    assert found == counted, f"{told}: {found}"

@@ -69,6 +69,8 @@ def test_what_the_kernels_serve_is_launched(
 @pytest.mark.parametrize(
     ("mla", "changes", "said"),
     [
+        # The narrowest tree is no chain either.
+        (False, {"speculative_eagle_topk": 2}, "speculative_eagle_topk = 2"),
         (False, {"speculative_eagle_topk": 4}, "speculative_eagle_topk = 4"),
         (False, {"page_size": 1}, "page_size = 1 is not accepted; accepted: 16, 32, 64, 128"),
         (True, {"page_size": 32}, "page_size = 32 is not accepted; accepted: 64"),

@@ -1,5 +1,6 @@
 """Recorded launches, drawn again into sessions, say how often an effect is found, and no more."""
 
+from argparse import ArgumentTypeError
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import pytest
 
 from fixtures import resolution
 from fixtures.fakes.synthetic_bench import session
-from fixtures.tables.margins import REAL_SIZE_ROWS
+from fixtures.tables.margins import MARGINS, REAL_SIZE_ROWS
 from harness.bench.jsonl import append
 from harness.bench.recorded_launches import recorded_launches
 from harness.bench.resolution import Asked, ShareFound, block_effects, draw_launches, shares_found
@@ -327,6 +328,37 @@ def test_a_workload_is_told_with_its_own_launches():
     workloads, launches, *_ = (list(c.cells) for c in resolution.table(recorded, found).columns)
     told = "one has 48 launches and two, of which some were dropped, 46"
     assert (workloads, launches) == (["two", "one"], ["46", "48"]), told
+
+
+@pytest.mark.parametrize("text", ["-1", "0,-1.0", "1", "0.01,1.0"])
+def test_an_arm_is_made_neither_twice_as_slow_nor_to_take_no_time(text):
+    with pytest.raises(ArgumentTypeError, match="accepted: numbers between -1 and 1"):
+        pytest.fail(
+            f"--effects {text} stands at a bound and is refused: {resolution.effects(text)}"
+        )
+
+
+def test_an_arm_that_is_made_faster_is_not_told_as_equal():
+    recorded = SimpleNamespace(cases=[SimpleNamespace(workload="one")], launches=lambda _: 48)
+    numbers = {"share": 0.0, "low": 0.0, "high": 0.1, "blocks": 9.0, "minutes": 7.0}
+    found = [ShareFound(workload="one", effect=e, **numbers) for e in (0.01, 0.0, -0.01)]
+    _, _, effects, *_ = (list(column.cells) for column in resolution.table(recorded, found).columns)
+    assert effects == ["+1.0 %", "equal", "-1.0 %"], "only arms without an effect are equal"
+
+
+@pytest.mark.parametrize(
+    ("words", "margin"),
+    [
+        (DRAWN_WEIGHTS, MARGIN),
+        (("--load-format", "safetensors"), MARGINS["step_time"]),
+        (("--skip-tokenizer-init",), MARGINS["step_time"]),
+        ((), MARGINS["step_time"]),
+    ],
+)
+def test_launches_have_the_margin_of_their_arm(words, margin):
+    recorded = SimpleNamespace(a=ArmFacts(name="arm", command=("sglang", *words)))
+    said = f"an arm has the margin of a shape if all of {DRAWN_WEIGHTS} are its flags: {words}"
+    assert resolution.margin_of(recorded) == margin, said
 
 
 def test_the_command_tells_what_it_stands_on_and_repeats_itself(tmp_path, capsys):

@@ -25,6 +25,7 @@ TRACE = {
         {"ph": "M", "name": "process_name"},
     ]
 }
+EIGHT = WORKLOADS["bs8-in1024-out97"]
 EVENT = {
     "output_ids": [7],
     "meta_info": {
@@ -90,7 +91,25 @@ def test_a_server_that_refuses_says_why(path):
         return Reply(body=EVENT)
 
     with StubServer(answer) as server, pytest.raises(ServerError, match="out of luck"):
-        step_kernels.profiled(Client(server.url), WORKLOADS["bs8-in1024-out97"], 5)
+        step_kernels.profiled(Client(server.url), EIGHT, 5)
+
+
+def test_a_batch_of_which_a_request_is_refused_is_not_counted(monkeypatch):
+    monkeypatch.setattr(step_kernels, "LAST_S", 0.0)
+
+    def answer(asked: Asked) -> Reply:
+        if asked.path == "/start_profile":
+            path = Path(asked.body["output_dir"], "1-TP-0.trace.json.gz")
+            path.write_bytes(gzip.compress(json.dumps(TRACE).encode()))
+            return Reply(body="Start profiling.")
+        if asked.body.get("stream"):
+            event = f"data: {json.dumps(EVENT)}\n\n"
+            return Reply(pieces=[event] * 9 + ["data: [DONE]\n\n"])
+        return Reply(503, "7 of 8 wait for ever")
+
+    told = "kernels of a smaller batch than was asked for are no kernels of the workload"
+    with StubServer(answer) as server, pytest.raises(ServerError, match="7 of 8 wait"):
+        pytest.fail(f"{told}: {step_kernels.profiled(Client(server.url), EIGHT, 5)}")
 
 
 def test_a_server_that_writes_no_trace_is_told(monkeypatch):

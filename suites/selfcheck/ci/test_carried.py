@@ -203,6 +203,27 @@ def test_a_signature_tells_who_vouches(tmp_path: Path, capsys: pytest.CaptureFix
         carried.sign(path, tmp_path / "no key")
 
 
+@NEEDS_KEYGEN
+@pytest.mark.parametrize("signs", [False, True])
+def test_records_that_are_too_large_are_told_signed_or_not(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    signs: bool,
+) -> None:
+    own, path = key(tmp_path, "own") if signs else None, packed(tmp_path)
+    size = path.stat().st_size
+    carry = run.Carry(kind="sm100", key=own)
+    monkeypatch.setattr(run, "MOST_BYTES", size)
+    carry.write(tmp_path)
+    assert capsys.readouterr().err == "", "as large as may be carried is not too large"
+    monkeypatch.setattr(run, "MOST_BYTES", size - 1)
+    carry.write(tmp_path)
+    told = f"offline: {path} is larger than {size - 1:,} bytes\n"
+    assert capsys.readouterr().err == told, "it is the file of records that must not be too large"
+
+
 @pytest.mark.parametrize("code", [0, 1])
 def test_a_rehearsal_leaves_the_file_of_the_declared_kind(
     tmp_path: Path,

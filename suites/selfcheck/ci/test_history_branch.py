@@ -13,7 +13,7 @@ from ci.bench import history
 from ci.nightly import __main__ as command
 from ci.nightly import checks, history_branch, machine, nightly_run, stages, trials
 from ci.nightly.checks import NightlyCheck
-from ci.nightly.history_branch import HistoryBranch, compact, night_of
+from ci.nightly.history_branch import HistoryBranch, compact, free, night_of
 from fixtures.fakes import synthetic_bench
 from fixtures.fakes.fake_nvml import Driver
 from harness.bench.jsonl import append
@@ -119,12 +119,18 @@ def test_a_branch_that_cannot_be_written_is_an_error_in_the_end(
             "old",
             "'old' is not accepted; accepted: a branch of nights alone, which has no source.py",
         ),
+        (
+            "copied",
+            "'copied' is not accepted; accepted: a branch of nights alone, which has no "
+            "2026-11-23-nvidia-h200_old",
+        ),
         ("a..b", "'a..b' is not accepted; accepted: the name of a branch"),
         ("broken", "broken:2026-11-23-nvidia-h200/history.jsonl:1: line = 'no entry"),
     ],
 )
 def test_what_is_no_branch_of_nights_is_refused(repository: Path, name: str, told: str) -> None:
     git(repository, "branch", "old")
+    HistoryBranch("copied", repository).add("2026-11-23-nvidia-h200_old", files(ENTRY))
     HistoryBranch("broken", repository).add("2026-11-23-nvidia-h200", {history.FILE: b"no entry\n"})
     before = git(repository, "for-each-ref")
     with pytest.raises(UsageError) as refused:
@@ -145,6 +151,26 @@ def test_a_night_is_named_by_date_and_gpu() -> None:
     assert night_of("2026-11-23", "NVIDIA H200 (SXM)") == "2026-11-23-nvidia-h200-sxm"
 
 
+def test_a_night_has_a_number_only_where_its_name_is_taken() -> None:
+    night, others = "2026-11-23-nvidia-h200", [f"2026-11-{day}-nvidia-h200" for day in (20, 21, 22)]
+    assert free(night, others) == night, "nights of other dates take no name"
+    taken = [*others, night, f"{night}-2"]
+    assert free(night, taken) == f"{night}-3", "the third night of a date is its number 3"
+
+
+@pytest.mark.parametrize("value", ["", "A Runner"])
+def test_nights_are_committed_by_the_job_whoever_runs_it(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    for role in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{role}_NAME", value)
+        monkeypatch.setenv(f"GIT_{role}_EMAIL", value)
+    HistoryBranch(NAME, repository).add("2026-11-23-nvidia-h200", files(ENTRY))
+    who = git(repository, "log", "-1", "--format=%an <%ae>, %cn <%ce>", NAME)
+    job = "specgate nightly <specgate@localhost>"
+    assert who == f"{job}, {job}", f"the environment's name, {value!r}, is none of a night's: {who}"
+
+
 def test_records_are_packed_alike_each_time(tmp_path: Path) -> None:
     (tmp_path / "bench.jsonl").write_text("a line\n", encoding="utf-8")
     (tmp_path / "records.jsonl").write_text("large\n", encoding="utf-8")
@@ -152,6 +178,10 @@ def test_records_are_packed_alike_each_time(tmp_path: Path) -> None:
     assert sorted(kept) == ["bench.jsonl.gz", "history.jsonl"]
     assert gzip.decompress(kept["bench.jsonl.gz"]) == b"a line\n"
     assert kept == compact(tmp_path, [ENTRY])
+    stamp = kept["bench.jsonl.gz"][4:8]  # of gzip's header, in whole seconds (RFC 1952)
+    assert stamp == bytes(4), (
+        f"equal records have equal bytes at any time: no moment, not {stamp!r}"
+    )
 
 
 @pytest.fixture

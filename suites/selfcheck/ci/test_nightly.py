@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ci.nightly import machine, stages
-from ci.nightly.machine import Machine
+from ci.nightly.machine import Machine, is_visible
 from ci.nightly.stages import PinnedArm, Stage
 from fixtures import bench, planned
 from fixtures.fakes.fake_nvml import Driver
@@ -95,6 +95,13 @@ def test_a_night_is_on_the_gpus_that_are_visible(
     names = [name for name, _ in machine.installed_gpus()]
     told = "of eleven GPUs those are visible whose whole index, or whose UUID, is listed"
     assert names == [f"n{n}" for n in visible], f"{told}: CUDA_VISIBLE_DEVICES={listed!r}: {names}"
+
+
+def test_the_beginning_of_a_uuid_names_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f9")
+    seen = [uuid for uuid in ("GPU-8932f937-d72c", "GPU-8931aa05-11e0") if is_visible(7, uuid)]
+    told = "CUDA takes as much of a UUID as tells the GPUs apart, and so does a night"
+    assert seen == ["GPU-8932f937-d72c"], f"{told}: {seen}"
 
 
 def test_gpus_of_unlike_compute_capabilities_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

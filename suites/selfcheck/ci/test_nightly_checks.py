@@ -104,6 +104,16 @@ def test_the_benchmark_is_asked_whether_it_understands_its_words(tmp_path: Path)
     assert not out.exists()
 
 
+def test_a_benchmark_that_is_refused_is_told_by_what_it_says_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = subprocess.CompletedProcess([], 2, "8 workloads, 2 arms\n", "usage: …\nno such GPU\n")
+    monkeypatch.setattr(checks, "ran", lambda command: ended)
+    found = checks.benchmark(["bench"])
+    told = "why a benchmark is refused is the last line of standard error, whatever it printed"
+    assert found == NightlyCheck("benchmark", False, "no such GPU"), f"{told}: {found}"
+
+
 def test_disk_is_that_of_a_folder_to_be_made(tmp_path: Path) -> None:
     deep = tmp_path / "not" / "yet"
     assert checks.disk(deep, 0.0).holds is True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -60,6 +61,11 @@ def test_only_a_passed_record_on_a_gpu_verifies() -> None:
     assert trials.unverified(PLANNED, ran) == {"mha/gen": 1, "mla/gen": 1}
     assert trials.unverified(PLANNED, []) == {"mha/gen": 2, "mla/gen": 1}
     assert trials.unverified(PLANNED[:1], ran) == {}
+    for verdict in (Verdict.WAIVED, Verdict.REFUSED):
+        set_aside = trial("two", verdict, subject="mla/gen", device="cuda:0", message="why")
+        left = trials.unverified(PLANNED, [*ran, set_aside])
+        told = f"a trial that was {verdict} is as little verified as one that did not run"
+        assert left == {"mha/gen": 1, "mla/gen": 1}, f"{told}: {left}"
 
 
 @pytest.fixture
@@ -100,6 +106,17 @@ def test_dry_run_shows_the_plan_and_starts_nothing(
     assert tail[1:3] == ["  mha/gen: 2 trials", "  mla/gen: 1 trials"]
     assert tail[3:] == [f"  stages: {', '.join(STAGES)}"]
     assert not report.exists()
+
+
+@pytest.mark.usefixtures("no_gpu", "quick")
+def test_a_dry_run_verifies_nothing_whatever_an_earlier_night_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_records(tmp_path / "records.jsonl", [trial("one", subject="mha/gen", device="cuda:0")])
+    assert command.main(["--dry-run", "--report", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    told = "a plan counts no records in its folder, which are those of a night before"
+    assert "not verified on Blackwell (10.0, 10.3): 3 trials" in text, f"{told}: {text}"
 
 
 @pytest.mark.usefixtures("quick")
@@ -181,7 +198,9 @@ def test_a_failed_stage_stops_those_that_need_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [1, 255, -1, -9])
 def test_a_stage_that_ran_was_not_skipped(tmp_path: Path, code: int) -> None:
-    signalled = f"import os; os.kill(os.getpid(), {-code})"
+    # Under nohup a process inherits that SIGHUP is ignored; SIGKILL has no handler to be set.
+    heard = "" if -code == signal.SIGKILL else f"signal.signal({-code}, signal.SIG_DFL); "
+    signalled = f"import os, signal; {heard}os.kill(os.getpid(), {-code})"
     ends = f"raise SystemExit({code})" if code > 0 else signalled
     night = [Stage("one", python(ends)), Stage("two", python(""), ("one",))]
     first, second = nightly_run.lines(nightly_run.run_stages(night, tmp_path), [])
@@ -195,6 +214,9 @@ def test_the_trials_of_a_night_are_counted() -> None:
     ran = [trial("one", planned=3), refused, trial("three", Verdict.WRONG_NUMBERS, planned=3)]
     told = nightly_run.lines({"differential": 1}, ran)
     assert told[1] == "trials: planned 3 = run 2 + refused 1 + waived 0, 1 red"
+    green = nightly_run.lines({"differential": 0}, [trial("one", planned=1)])
+    said = "a night tells how many trials ran, red or not"
+    assert green[1:] == ["trials: planned 1 = run 1 + refused 0 + waived 0, 0 red"], said
 
 
 @pytest.mark.usefixtures("quick")

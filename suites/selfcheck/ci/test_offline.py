@@ -117,6 +117,21 @@ def test_a_release_has_an_interpreter_that_finds_it_first(wheel: Path, tmp_path:
         assert (done.stdout, "'plat'" in done.stderr) == (told, not told)
 
 
+def test_an_interpreter_of_a_release_is_this_one_wherever_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "one's own" / "python"
+    own.parent.mkdir()
+    own.symlink_to(sys.executable)
+    (tmp_path / run.PYTHONS_FOLDER / "0.5.13").mkdir(parents=True)
+    monkeypatch.setattr(run.sys, "executable", str(own))
+    run.write_pythons(tmp_path, tmp_path)
+    asked = [tmp_path / "python-0.5.13", "-c", "print(7)"]
+    done = subprocess.run(asked, check=False, capture_output=True, text=True)
+    told = f"a release starts under {own}: {done.stderr}"
+    assert (done.returncode, done.stdout) == (0, "7\n"), told
+
+
 def test_same_packages_give_the_same_bundle_and_replace_it(wheel: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = [part.name for part in bundle.build(out, 100)]
@@ -285,6 +300,7 @@ def test_compiled_kernels_and_releases_may_lie_elsewhere(
     monkeypatch.setenv("SPECGATE_WHEELS", "/releases")
     assert run.run(tmp_path / "out", "gpu", []) == 3
     assert child.environment["FLASHINFER_WORKSPACE_BASE"] == str(tmp_path / "warm")
+    assert (tmp_path / "warm").is_dir(), "the folder that the lane compiles in is there"
     assert child.environment["SPECGATE_WHEELS"] == "/releases"
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import subprocess
+import tarfile
 from argparse import ArgumentTypeError
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.utils import canonicalize_name
@@ -125,6 +127,26 @@ def test_a_release_that_serves_gets_its_own_wheels_alone(
     of_lane, of_release = (set(spec["left_out"][name]) for name in ("patterns", "of_releases"))
     told = "a release leaves out what the lane does, and more"
     assert left_out == [of_lane, of_lane | of_release], f"{told}: {left_out}"
+
+
+def test_a_bundle_does_not_tell_who_built_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = tarfile.TarFile.gettarinfo
+
+    def of_somebody(self: tarfile.TarFile, *words: Any) -> tarfile.TarInfo:
+        entry = found(self, *words)
+        entry.uid, entry.gid, entry.uname, entry.gname, entry.mtime = 1001, 1002, "one", "lab", 7
+        return entry
+
+    monkeypatch.setattr(tarfile.TarFile, "gettarinfo", of_somebody)
+    (tmp_path / "site" / "package").mkdir(parents=True)
+    (tmp_path / "site" / "package" / "module.py").write_text("1")
+    bundle.pack(tmp_path / "site", tmp_path / "site.tar.xz")
+    with tarfile.open(tmp_path / "site.tar.xz") as tar:
+        told = {one.name: (one.uid, one.gid, one.uname, one.gname, one.mtime) for one in tar}
+    nobody = dict.fromkeys(["package", "package/module.py"], (0, 0, "", "", 0))
+    assert told == nobody, f"the same files are the same bundle, whoever packs them when: {told}"
 
 
 @pytest.mark.parametrize(("text", "count"), [("1K", 1024), ("38M", 38 << 20), ("2G", 2 << 30)])

@@ -117,6 +117,10 @@ def test_messages_are_kept_without_folders_and_short() -> None:
     assert message.startswith("item at sglang/srt/trtllm.py:4; again")
     assert message.endswith("again …")
     assert len(message) <= 242
+    deep = f"wall: item at /{'home/' * 48}sglang/srt/trtllm.py:4; again"
+    said = "a message is as long as it is without its folders: nothing is cut off"
+    kept = only(ended("0.5.16", Verdict.WAIVED, deep)).message
+    assert kept == "item at sglang/srt/trtllm.py:4; again", f"{said}, not {kept!r}"
 
 
 def test_sightings_survive_their_file() -> None:
@@ -267,6 +271,25 @@ def test_the_document_says_what_is_no_finding() -> None:
         assert why in text
 
 
+@pytest.mark.parametrize("what", ["--run", "--kept"])
+@pytest.mark.parametrize("page", ["file/page.html", "."])
+def test_a_page_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    what: str,
+    page: str,
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(findings, "run_releases", lambda _: pytest.fail("trials of hours ran"))
+    with pytest.raises(SystemExit, match="2"):
+        findings.main([what, "--out", str(tmp_path / page)])
+    said = capsys.readouterr().err.splitlines()
+    told = f"a page that cannot be written is refused in one line: {said}"
+    assert len(said) == 1, told
+    assert said[0].startswith(f"--out = '{tmp_path / page}' is not accepted"), told
+
+
 def test_a_folder_without_records_is_refused_in_one_line(
     tmp_path: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -320,3 +343,14 @@ def test_a_window_that_does_not_show_ends_with_1(
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"{told} windows seen red, then green"
     assert asked == [{"0.5.16": [NARROW, STRIDED], "0.5.18": [NARROW, STRIDED]}]
+
+
+def test_one_window_of_two_that_does_not_show_ends_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [ended("0.5.16", Verdict.WAIVED, RED[0]), ended("0.5.18", Verdict.PASSED)]
+    monkeypatch.setattr(findings, "FINDINGS", (FINDING, replace(FINDING, id="unseen")))
+    monkeypatch.setattr(findings, "run_releases", lambda trials: records)
+    code = findings.main(["--windows"])
+    assert capsys.readouterr().out.splitlines()[-1] == "1 of 2 windows seen red, then green"
+    assert code == 1, f"every window has to show, not only one of them; obtained exit code {code}"
