@@ -58,8 +58,9 @@ def validated(adapter: TypeAdapter[RecordT], text: str) -> RecordT:
 
 def append(path: Path, *lines: Line) -> None:
     """Add lines, all of them or none, whole and on the disk before this returns."""
-    with path.open("ab", buffering=0) as file:
+    with path.open("ab") as file:
         file.write("".join(f"{to_json(line)}\n" for line in lines).encode())
+        file.flush()
         os.fsync(file.fileno())
 
 
