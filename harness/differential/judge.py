@@ -91,16 +91,16 @@ def judge(
 
 
 def _broken(line: str) -> Comparison:
-    return Comparison(
-        quantity="invariant", verdict=Verdict.BROKEN_INVARIANT, error=torch.inf, message=line
-    )
+    return _red("invariant", Verdict.BROKEN_INVARIANT, line)
 
 
 def _misshapen(quantity: str, obtained: torch.Tensor, due: tuple[int, ...]) -> Comparison:
     message = f"{quantity}: obtained shape {list(obtained.shape)}, expected {list(due)}"
-    return Comparison(
-        quantity=quantity, verdict=Verdict.WRONG_SHAPE, error=torch.inf, message=message
-    )
+    return _red(quantity, Verdict.WRONG_SHAPE, message)
+
+
+def _red(quantity: str, verdict: Verdict, message: str) -> Comparison:
+    return Comparison(quantity=quantity, verdict=verdict, error=torch.inf, message=message)
 
 
 def _answer(result: ForwardResult) -> Answer:
@@ -231,18 +231,14 @@ def _draft_tokens(
     drafted = output.draft_tokens.cpu()
     if not torch.equal(drafted[:, 0], given):
         message = f"draft_tokens: first tokens {drafted[:, 0].tolist()}, expected {given.tolist()}"
-        return Comparison(
-            quantity="draft_tokens", verdict=Verdict.WRONG_TOKENS, error=torch.inf, message=message
-        )
+        return _red("draft_tokens", Verdict.WRONG_TOKENS, message)
     return _choices("draft_tokens", drafted[:, 1:].flatten(), expected.oracle.logits, tie, batch)
 
 
 def _topk(output: LogitsProcessorOutput, case: Case, expected: Expected) -> Comparison:
     """The graph's own top-1 of the last accepted row of every request."""
     if output.topk_index is None or output.topk_p is None:
-        return Comparison(
-            quantity="topk", verdict=Verdict.WRONG_SHAPE, error=torch.inf, message="topk: none"
-        )
+        return _red("topk", Verdict.WRONG_SHAPE, "topk: none")
     due = (case.bs, 1)
     for name, top in (("topk_index", output.topk_index), ("topk_p", output.topk_p)):
         if top.shape != due:
