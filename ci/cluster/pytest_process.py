@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ci.cluster.work import UnitEnd
+from harness.core.signals import ending
 from harness.errors import UsageError
 
 COLLECT_S = 600.0
@@ -93,7 +94,7 @@ class PytestProcess:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         if code is not None and code < 0:
-            return f"its process ended by {signal.Signals(-code).name}"
+            return f"its process ended by {ending(code)}"
         said = next((line for line in reversed(lines) if line.strip()), "")
         return f"its process ended with {code}: {said}"
 

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ci.nightly.checks import NightlyCheck
@@ -24,10 +25,10 @@ def show(
     night: Sequence[Stage],
 ) -> None:
     """Print machine, checks, the trials of every subject and the stages."""
-    console.print(f"machine: {machine}")
+    console.print(f"machine: {machine}", markup=False)
     table = Table("check", "holds", "found", title="checks", title_justify="left")
     for check in checks:
-        table.add_row(check.name, CHECK_MARKS[check.holds], check.said)
+        table.add_row(check.name, CHECK_MARKS[check.holds], escape(check.said))
     console.print(table)
     table = Table(title="planned trials", title_justify="left")
     table.add_column("subject", no_wrap=True)
@@ -35,7 +36,7 @@ def show(
         table.add_column(name, justify="right")
     table.add_column("most frequent reason")
     for subject, runs, refused, reason in per_subject(trials):
-        table.add_row(subject, str(runs), str(refused), reason)
+        table.add_row(subject, str(runs), str(refused), escape(reason))
     console.print(table)
     for number, stage in enumerate(night, start=1):
         console.print(f"stage {number}, {stage.name}: {shlex.join(stage.argv)}", markup=False)

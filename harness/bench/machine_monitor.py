@@ -73,7 +73,9 @@ class MachineMonitor:
     def _clocks(self) -> tuple[float, float, float]:
         """Seconds of wall time, of all cores' work, and of the part that is ours."""
         host = psutil.cpu_times()
-        busy = sum(host) - host.idle - getattr(host, "iowait", 0.0) - getattr(host, "guest", 0.0)
+        # Linux counts the time of guests in that of users, too.
+        idle = sum(getattr(host, name, 0.0) for name in ("iowait", "guest", "guest_nice"))
+        busy = sum(host) - host.idle - idle
         return time.monotonic(), busy, sum(map(_spent, self._ours()))
 
     def _ours(self) -> set[psutil.Process]:

@@ -84,10 +84,9 @@ class Setup:
     @property
     def rehearsed(self) -> tuple[Arm, ...]:
         """Arms that the rehearsal launches, A and B in turn; of equal arms one launch each."""
-        if not self.sized:
-            return tuple(self.arms(self.roles[0]).values())
         other = self.b if Role.CANDIDATE in self.roles else self.a
-        return (self.a, other) * (1 if other.spec == self.a.spec else SIZED_LAUNCHES)
+        again = self.sized and other.spec != self.a.spec
+        return (self.a, other) * (SIZED_LAUNCHES if again else 1)
 
     @property
     def rehearsed_trials(self) -> int:

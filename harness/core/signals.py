@@ -10,6 +10,16 @@ INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a command that Ctrl-C ended, as shells tell it."""
 
 
+def ending(code: int) -> str:
+    """How a process with an exit code of ``subprocess`` ended: "SIGKILL", "exit code 3"."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        return f"signal {-code}"
+
+
 @contextmanager
 def held(number: signal.Signals) -> Iterator[None]:
     """Deliver a signal after the ``with`` that comes inside it.

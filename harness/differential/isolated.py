@@ -20,6 +20,7 @@ import torch
 
 from harness.core.case import Case, Execution
 from harness.core.record import Record, Verdict
+from harness.core.signals import ending
 from harness.differential.trial import run_trial, untried
 from harness.subjects import Subject
 
@@ -84,7 +85,7 @@ class TrialProcess:
         except (EOFError, OSError):  # it ended in the trial, or before it read it
             self._child.join()
             code, self._child = self._child.exitcode, None
-            return self._failed(trial, f"the process ended by {_ending(code)}")
+            return self._failed(trial, f"the process ended by {ending(code)}")
         return record
 
     def _failed(self, trial: Trial, message: str) -> Record:
@@ -112,7 +113,3 @@ def _serve(
         except EOFError:
             return
         pipe.send(run(*trial))
-
-
-def _ending(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +15,7 @@ from fixtures.fakes.stub_server import Answerer, Reply, StubServer, script
 from harness.errors import ServerError
 from harness.server.client import sglang
 from harness.server.client.sglang import Answer, Client
+from harness.server.client.vllm import VllmClient
 from harness.server.launch.ports import free_port
 
 PROMPT = (11, 22, 33)
@@ -188,6 +189,52 @@ def test_what_is_no_answer_raises(wrong: object) -> None:
         pytest.raises(ServerError, match="no answer of /generate"),
     ):
         Client(server.url).generate(PROMPT, 1)
+
+
+def first_model(client: Client) -> object:
+    return VllmClient(client.base_url).generate(PROMPT, 1)
+
+
+@pytest.mark.parametrize("wrong", ["<html>", [], {}, None, 7, {"data": [None]}])
+@pytest.mark.parametrize("ask", [Client.models, Client.owner, first_model])
+def test_a_list_of_models_of_another_form_raises(ask: Callable[[Client], Any], wrong: Any) -> None:
+    with (
+        StubServer(script(Reply(body=wrong))) as server,
+        pytest.raises(ServerError, match="no answer of /v1/models"),
+    ):
+        ask(Client(server.url))
+
+
+@pytest.mark.parametrize("ask", [Client.owner, first_model])
+def test_a_server_without_a_model_raises(ask: Callable[[Client], Any]) -> None:
+    with (
+        StubServer(script(Reply(body={"data": []}))) as server,
+        pytest.raises(ServerError, match="no answer of /v1/models"),
+    ):
+        ask(Client(server.url))
+    with StubServer(script(Reply(body={"data": []}))) as server:
+        assert Client(server.url).models() == []
+
+
+PHASES = {"verify": "fast"}
+
+
+@pytest.mark.parametrize("wrong", ["<html>", [1], None, {"internal_states": [{"phases": PHASES}]}])
+def test_phases_of_another_form_raise(wrong: Any) -> None:
+    with (
+        StubServer(script(Reply(body=wrong))) as server,
+        pytest.raises(ServerError, match="no answer of /server_info"),
+    ):
+        Client(server.url).phases()
+
+
+@pytest.mark.parametrize("wrong", [None, 7])
+def test_answers_of_a_batch_of_another_form_raise(wrong: Any) -> None:
+    with (
+        StubServer(script(Reply(body=wrong))) as server,
+        pytest.raises(ServerError, match="no answer of /generate"),
+    ):
+        Client(server.url).generate_batch([PROMPT, PROMPT], 1)
 
 
 def test_a_server_without_a_tokenizer_answers_in_tokens_alone() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import requests
 from requests.adapters import HTTPAdapter
@@ -14,6 +14,7 @@ from harness.errors import ServerError
 from harness.plugin.gpu_delay import STATE
 from harness.server.client.sse import SNIPPET, events
 
+Read = TypeVar("Read")
 HEALTH_S = 5.0
 POOL = 256
 """Connections kept open: as many threads send requests without waiting for one."""
@@ -113,26 +114,26 @@ class Client:
 
     def server_info(self) -> dict[str, Any]:
         """The body of ``/server_info``."""
-        return dict(self._call("GET", "/server_info").json())
+        return self._get("/server_info", dict)
 
     def cache_shape(self) -> tuple[int, int]:
         """Tokens per page of the prefix cache, and the number of data-parallel workers."""
-        info = self.server_info()
-        return info.get("page_size") or 1, info.get("dp_size") or 1
+        return self._get(
+            "/server_info",
+            lambda info: (int(info.get("page_size") or 1), int(info.get("dp_size") or 1)),
+        )
 
     def phases(self) -> dict[str, tuple[float, int]]:
         """Microseconds and counts of the phases of all steps so far; none of a server without."""
-        states = self.server_info().get("internal_states") or [{}]
-        found = states[0].get("phases", {})
-        return {name: (float(spent), int(count)) for name, (spent, count) in found.items()}
+        return self._get("/server_info", _phases)
 
     def models(self) -> list[str]:
         """Ids of ``/v1/models``."""
-        return [model["id"] for model in self._call("GET", "/v1/models").json()["data"]]
+        return self._get("/v1/models", lambda body: [model["id"] for model in body["data"]])
 
     def owner(self) -> str:
         """The owner of the server's model: "sglang", "vllm", ..."""
-        return str(self._call("GET", "/v1/models").json()["data"][0].get("owned_by"))
+        return self._get("/v1/models", lambda body: str(body["data"][0].get("owned_by")))
 
     def slow_down(self, seconds: float | None) -> None:
         """Let sglang sleep before every forward, None to stop: an injected slowdown."""
@@ -145,8 +146,7 @@ class Client:
 
     def delays_gpu(self) -> bool:
         """Whether ``slow_down`` is the wait of a GPU, by our plugin, and no sleep of the host."""
-        states = self.server_info().get("internal_states") or [{}]
-        return STATE in states[0]
+        return self._get("/server_info", lambda info: STATE in _state(info))
 
     def abort(self, rid: str | None) -> None:
         """Abort the request of this id, None for all."""
@@ -168,14 +168,14 @@ class Client:
         body = _body(list(input_ids), max_new_tokens, ignore_eos)
         if worker is not None:
             body["routed_dp_rank"] = worker
-        return Answer.parse(self._json(body))
+        return self._post(body, Answer.parse)
 
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, ignore_eos: bool = True
     ) -> list[Answer]:
         """The same of several prompts in one request."""
         body = _body([list(prompt) for prompt in prompts], max_new_tokens, ignore_eos)
-        return [Answer.parse(part) for part in self._json(body)]
+        return self._post(body, lambda parts: [Answer.parse(part) for part in parts])
 
     def stream(
         self, input_ids: Sequence[int], max_new_tokens: int, *, ignore_eos: bool = True
@@ -190,12 +190,11 @@ class Client:
             for at, event in events(answer):
                 yield StreamChunk(answer=Answer.parse(event), at=at)
 
-    def _json(self, body: dict[str, Any]) -> Any:
-        answer = self._call("POST", self.path, body)
-        try:
-            return answer.json()
-        except requests.JSONDecodeError as error:
-            raise ServerError(f"no answer of {self.path}: {answer.text[:SNIPPET]}") from error
+    def _get(self, path: str, read: Callable[[Any], Read]) -> Read:
+        return _parsed(self._call("GET", path), path, read)
+
+    def _post(self, body: dict[str, Any], read: Callable[[Any], Read]) -> Read:
+        return _parsed(self._call("POST", self.path, body), self.path, read)
 
     def _call(
         self, method: str, path: str, body: Any = None, *, stream: bool = False
@@ -211,6 +210,23 @@ class Client:
         except requests.RequestException as error:
             raise ServerError(f"{url}: {error}") from error
         raise ServerError(f"{url}: {answer.status_code}: {text}", answer.status_code)
+
+
+def _parsed(answer: requests.Response, path: str, read: Callable[[Any], Read]) -> Read:
+    """What is read from a body of JSON; a body of another form is a ServerError."""
+    try:
+        return read(answer.json())
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ServerError(f"no answer of {path}: {answer.text[:SNIPPET]}") from error
+
+
+def _state(info: Any) -> Any:
+    return (info.get("internal_states") or [{}])[0]
+
+
+def _phases(info: Any) -> dict[str, tuple[float, int]]:
+    found = _state(info).get("phases", {})
+    return {name: (float(spent), int(count)) for name, (spent, count) in found.items()}
 
 
 def _body(input_ids: Any, max_new_tokens: int, ignore_eos: bool) -> dict[str, Any]:

@@ -55,8 +55,8 @@ class VllmClient(Client):
         """
         if worker is not None:
             raise UsageError(rejected("worker", worker, "None: vLLM is used as one worker"))
-        body = self._json(self._completion(input_ids, max_new_tokens, ignore_eos))
-        return _counted(_added(NOTHING, body), body)
+        asked = self._completion(input_ids, max_new_tokens, ignore_eos)
+        return self._post(asked, lambda body: _counted(_added(NOTHING, body), body))
 
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, ignore_eos: bool = True
@@ -84,7 +84,7 @@ class VllmClient(Client):
         self, input_ids: Sequence[int], max_new_tokens: int, ignore_eos: bool
     ) -> dict[str, Any]:
         return {
-            "model": self.models()[0],
+            "model": self._get("/v1/models", lambda body: body["data"][0]["id"]),
             "prompt": list(input_ids),
             "max_tokens": max_new_tokens,
             "temperature": 0,

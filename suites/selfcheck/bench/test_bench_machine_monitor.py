@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
@@ -80,6 +81,16 @@ def test_without_a_gpu_only_the_host_is_told_and_our_own_work_is_no_load(monkeyp
         pass
     # Nine seconds of work in ten, six of them ours, on two cores.
     assert monitor.facts() == {"load": pytest.approx(0.15)}
+
+
+def test_the_time_of_guests_is_counted_once(monkeypatch):
+    # proc(5): user has that of guests, nice that of their niced ones.
+    fields = {"user": 50.0, "nice": 30.0, "system": 7.0, "idle": 900.0, "iowait": 11.0}
+    fields |= {"irq": 1.0, "softirq": 2.0, "steal": 3.0, "guest": 40.0, "guest_nice": 25.0}
+    host = namedtuple("host", fields)(**fields)
+    monkeypatch.setattr(machine_monitor.psutil, "cpu_times", lambda: host)
+    _, busy, _ = MachineMonitor()._clocks()
+    assert busy == 93.0, f"guests' 65 s are in the 80 of user and nice: 93 s of work, not {busy}"
 
 
 def test_work_of_a_process_that_began_and_ended_meanwhile_is_ours():

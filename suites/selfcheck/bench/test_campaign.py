@@ -41,6 +41,12 @@ def test_a_row_is_planned(row):
         )
 
 
+def test_both_arms_of_a_candidate_are_rehearsed_whichever_session_comes_first():
+    words = [*ROWS[0].words(139.0), "--sessions", "A/A,candidate"]
+    asked = bench.setup(bench.parser().parse_args(words))
+    assert asked.rehearsed == (asked.a, asked.b)
+
+
 @pytest.mark.parametrize(
     ("gib", "mha", "mla"),
     [(139.8, "4", "2"), (79.6, "2", "2"), (24.0, "2", "2"), (180.0, "4", "4")],

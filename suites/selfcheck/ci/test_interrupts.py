@@ -16,11 +16,19 @@ import pytest
 from fixtures import bench
 from fixtures.pytest_plugin.poll import eventually
 from harness.__main__ import become
-from harness.core.signals import hear_sigint, heard_as_interrupt, held
+from harness.core.signals import ending, hear_sigint, heard_as_interrupt, held
 from harness.server.launch.process import ROOT
 
 SERVE = ("serve", "--pair", "gqa")
 BENCH = ("bench", "--a", "embedded:", "--b", "embedded:", "--out")
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [(0, "exit code 0"), (3, "exit code 3"), (-9, "SIGKILL"), (-signal.SIGRTMIN - 5, "signal 39")],
+)
+def test_how_a_process_ended_is_told_by_the_name_of_its_signal(code: int, said: str) -> None:
+    assert ending(code) == said
 
 
 def has_begun(program: subprocess.Popen[str]) -> bool:

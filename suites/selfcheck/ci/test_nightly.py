@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -10,10 +11,13 @@ from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from ci.nightly import machine, stages
+from ci.nightly import machine, show, stages
+from ci.nightly.checks import NightlyCheck
 from ci.nightly.machine import Machine, is_visible
 from ci.nightly.stages import PinnedArm, Stage
+from ci.nightly.trials import PlannedTrial
 from fixtures import bench, planned
 from fixtures.fakes.fake_nvml import Driver
 from fixtures.plan import covering_trials
@@ -236,3 +240,15 @@ def test_plan_for_a_gpu_that_is_not_here_is_the_one_a_gpu_would_make() -> None:
     assert not missed, f"of --covering 3 every row is planned, {len(missed)} are not"
     needs = "trtllm_gen needs compute capability 10.0 or 10.3, this device has 9.0"
     assert {row[4] for row in rows if row[1] == "trtllm_mha/trtllm_gen"} == {needs}
+
+
+def test_a_plan_is_printed_with_its_brackets() -> None:
+    said = "wheel [/pins] holds sglang[all]"
+    trial = PlannedTrial("decode", "trtllm_mha/xqa", "decode", "eager", "no page [bold]")
+    console = Console(file=io.StringIO(), width=200)
+    where = Machine(("GPU [red]",), (9, 0), {"name": "hopper"})
+    show.show(console, where, [trial], [NightlyCheck("pins", False, said)], [])
+    assert isinstance(console.file, io.StringIO)
+    printed = console.file.getvalue()
+    for part in (said, "no page [bold]", "[red]"):
+        assert part in printed, f"{part} is told as it is"

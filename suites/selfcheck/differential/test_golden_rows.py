@@ -307,6 +307,28 @@ def test_a_text_that_was_made_without_drafts_contradicts_no_accept_length() -> N
 
 
 @pytest.mark.parametrize(
+    ("parted", "own", "due", "red"),
+    [
+        (12, 2, 4, True),  # parts in the fourth token of the oracle's step, behind the golden's two
+        (12, 4, 2, True),
+        (10, 2, 4, False),  # parts where the golden's step has ended
+        (9, 4, 2, False),
+        (20, 2, 4, True),
+        (20, 4, 4, False),
+    ],
+)
+def test_a_step_is_contradicted_by_the_tokens_that_both_texts_share(
+    parted: int, own: int, due: int, red: bool
+) -> None:
+    golden = replace(load_prompt(*PROMPT), token_ids=tuple(range(20)), accept_lengths=(7, own))
+    token_ids = [*range(parted), *range(100, 120 - parted)]
+    best_ids = [*range(parted + 1), *range(200, 219 - parted)]
+    told = followed.contradiction(golden, token_ids, best_ids, {1: 7, 8: due})
+    said = f"the step after 8 tokens accepts {own}, the oracle's {due}" if red else ""
+    assert told == said
+
+
+@pytest.mark.parametrize(
     ("name", "place", "said"),
     [("token_ids", 0, "token 0 is"), ("token_ids", 9, "token 9 is"), ("accept_lengths", 2, "step")],
 )
