@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -71,19 +72,31 @@ def _rotated(
 ) -> torch.Tensor:
     """Neox rotation of rows of a table [L, V, heads, dim] as a complex product in float64."""
     half = table.shape[-1] // 2
-    exponent = torch.arange(half, dtype=torch.float64, device=table.device) / half
-    frequency = ROPE_THETA**-exponent
+    low, high = table.double().split(half, -1)
+    plain = torch.complex(low, high)
+    turns = _turns(half, _at_least(positions), table.device)
     shape = (table.shape[0], len(tokens), *table.shape[2:])
     rotated = torch.empty(shape, dtype=dtype, device=table.device)
     parts = (tokens.split(TOKENS_AT_ONCE), positions.split(TOKENS_AT_ONCE))
     for ids, at, part in zip(*parts, rotated.split(TOKENS_AT_ONCE, 1), strict=True):
-        angle = at.double()[:, None, None] * frequency
-        x = table[:, ids]
-        turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
-            torch.ones_like(angle), angle
-        )
-        part.unflatten(-1, (2, half)).copy_(torch.view_as_real(turned).transpose(-1, -2))
+        turned = plain[:, ids].mul_(turns[at][:, None])
+        part[..., :half].copy_(turned.real)
+        part[..., half:].copy_(turned.imag)
     return rotated
+
+
+@lru_cache(maxsize=2)
+def _turns(half: int, positions: int, device: torch.device) -> torch.Tensor:
+    """The rotation of every position, [positions, half] complex128: as long to make as to use."""
+    exponent = torch.arange(half, dtype=torch.float64, device=device) / half
+    angle = torch.arange(positions, device=device).double()[:, None] * ROPE_THETA**-exponent
+    return torch.polar(torch.ones((), dtype=torch.float64, device=device).expand_as(angle), angle)
+
+
+def _at_least(positions: torch.Tensor) -> int:
+    """A power of two above all positions, so that rows of like lengths share a table."""
+    largest = int(positions.max()) if positions.numel() else 0
+    return 1 << max(largest, TOKENS_AT_ONCE - 1).bit_length()
 
 
 def cast_by_layer(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from harness.kernels.fp8 import widened
+
 
 def is_readable(tensor: torch.Tensor) -> bool:
     """Whether the host may read values of this tensor now; not while CUDA captures the stream."""
@@ -52,7 +54,7 @@ class PagedKeys:
             longest = int(self.seq_lens.max()) if self.seq_lens.numel() else 0
         width = min(self.block_tables.shape[1], -(-longest // self.page_size))
         table = self.block_tables[:, :width].long().where(self.live_columns(width), 0)
-        gathered = [cache[table].flatten(1, 2).float() for cache in self.caches]
+        gathered = [widened(cache[table].flatten(1, 2)) for cache in self.caches]
         if self.kv_lora_rank:
             latent = gathered[0][:, :, None]
             return latent, latent[..., : self.kv_lora_rank]

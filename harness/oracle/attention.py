@@ -75,7 +75,8 @@ def quantize(x: torch.Tensor, scale: float) -> torch.Tensor:
 
 def quantize_dequantize(x: torch.Tensor, scale: float) -> torch.Tensor:
     """``x`` after a round trip through that cache, in its own dtype."""
-    return quantize(x, scale).to(x.dtype).mul_(scale)
+    # By way of float32, which holds FP8 exactly: torch takes longer to widen it to float64 at once.
+    return quantize(x, scale).float().to(x.dtype).mul_(scale)
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix_len: int) -> None:

@@ -56,8 +56,9 @@ def compare(
     values = {"obtained": obtained, "expected": expected, "reference": reference}
     rows = {name: _rows(tensor) for name, tensor in values.items()}
     for name, tensor in rows.items():
-        bad = (~tensor.isfinite()).any(-1).nonzero().flatten().tolist()
-        if bad:
+        finite = tensor.isfinite()
+        if not bool(finite.all()):
+            bad = (~finite).any(-1).nonzero().flatten().tolist()
             where = _label(locate, bad[0])
             counts = {"where": where, "rows": len(tensor), "bad_rows": len(bad)}
             said = f"{name} is not finite in {len(bad)} of {len(tensor)} rows, first at {where}"

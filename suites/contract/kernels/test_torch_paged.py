@@ -13,6 +13,7 @@ from harness.attention.metadata import packed_causal_mask
 from harness.core.capability import REFERENCE
 from harness.graphs.effects import observe
 from harness.kernels import torch_attention
+from harness.kernels.fp8 import widened
 from harness.kernels.interface import DecodeCall
 from harness.kernels.paged_kv import PagedKeys
 from harness.kernels.reference import TorchPaged
@@ -250,3 +251,16 @@ def test_thirty_two_thousand_tokens(kernel: TorchPaged) -> None:
     )
     keys = cache[pages].flatten(0, 1)
     torch.testing.assert_close(obtained, dense(q, keys, keys, 0.4).float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_is_widened_as_torch_does(dtype: torch.dtype) -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(16, 16).T.view(dtype)
+    assert not every.is_contiguous()
+    torch.testing.assert_close(widened(every), every.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_is_wider_than_fp8_keeps_its_values() -> None:
+    given = torch.tensor([1.5, -0.0, torch.inf], dtype=torch.bfloat16)
+    assert widened(given).dtype == torch.float32
+    assert widened(given).tolist() == [1.5, 0.0, torch.inf]
