@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from harness.core.workflow import Workflow
 from harness.differential.golden.golden_entry import (
     Golden,
     GoldenOutcome,
     Identity,
-    Workflow,
     digest,
     digest_of_tensors,
 )

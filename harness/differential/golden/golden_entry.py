@@ -12,14 +12,6 @@ from typing import Any
 import torch
 
 
-class Workflow(StrEnum):
-    """Treatment of goldens in a run; the values of ``--golden``."""
-
-    VERIFY = "verify"
-    ADD = "add"
-    REWRITE = "rewrite"
-
-
 class GoldenOutcome(StrEnum):
     """Outcome of one golden in a run."""
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from harness.core.workflow import Workflow
 from harness.differential.golden.files import (
     Content,
     Manifest,
@@ -14,7 +15,7 @@ from harness.differential.golden.files import (
     read_manifest,
     write_groups,
 )
-from harness.differential.golden.golden_entry import Golden, GoldenOutcome, Identity, Workflow
+from harness.differential.golden.golden_entry import Golden, GoldenOutcome, Identity
 from harness.errors import GoldenError
 
 UPDATE = "python3 -m harness golden"

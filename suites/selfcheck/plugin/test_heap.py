@@ -17,8 +17,8 @@ TENSORS, BYTES = 8, 31 << 20
 def heap() -> range:
     """Addresses that glibc hands out and takes back without the kernel."""
     maps = Path("/proc/self/maps").read_text("utf-8").splitlines()
-    first, last = next(line for line in maps if line.endswith("[heap]")).split()[0].split("-")
-    return range(int(first, 16), int(last, 16))
+    parts = [line.split()[0].split("-") for line in maps if line.endswith("[heap]")]
+    return range(int(parts[0][0], 16), int(parts[-1][1], 16))
 
 
 def test_memory_of_freed_tensors_is_kept() -> None:
