@@ -1,5 +1,4 @@
-"""A benchmark that is killed leaves no process and no half line, and goes on where it was to a block
-of launched, flushed and right servers.
+"""A benchmark that is killed leaves no process and no half line, and goes on to a whole block.
 
 Its servers are of the kind that ``--server`` names.
 """
