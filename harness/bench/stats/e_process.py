@@ -15,6 +15,8 @@ Sources: randomisation e-processes, arXiv 2512.04366; Ville 1939.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -53,12 +55,32 @@ def scales(effects: Array, calibrated: float = DEFAULT_SCALE) -> Array:
     if not np.isfinite(effects).all():
         raise UsageError(rejected("effects", effects.tolist(), "finite numbers"))
     found = np.full(effects.shape, calibrated)
-    for n in range(CALIBRATED_BLOCKS, effects.shape[-1]):
-        seen = effects[..., :n]
-        middle = np.median(seen, axis=-1, keepdims=True)
-        spread = MAD_TO_SIGMA * np.median(np.abs(seen - middle), axis=-1)
-        found[..., n] = np.maximum(spread, SCALE_FLOOR * calibrated)
+    blocks = effects.shape[-1]
+    # The effects so far in order, between two infinities: a new one is inserted into all sessions
+    # at once, which takes a fifth of selecting two medians anew after every block.
+    ordered = np.full((blocks + 2, *effects.shape[:-1]), np.inf)
+    ordered[0] = -np.inf
+    for n in range(blocks):
+        if n >= CALIBRATED_BLOCKS:
+            spread = MAD_TO_SIGMA * _median_deviation(ordered[1 : n + 1])
+            found[..., n] = np.maximum(spread, SCALE_FLOOR * calibrated)
+        lower = np.minimum(ordered[1 : n + 2], effects[..., n])
+        ordered[1 : n + 2] = np.maximum(ordered[: n + 1], lower)
     return found
+
+
+def _median_deviation(ordered: Array) -> Array:
+    """Median distance from the median, of numbers in their order along the first axis."""
+    size = len(ordered)
+    away = np.abs(ordered - _median(size, lambda place: ordered[place]))
+    # Those within a distance are neighbours, the first or the last of them the farthest.
+    return _median(size, lambda place: np.maximum(away[: size - place], away[place:]).min(axis=0))
+
+
+def _median(size: int, ranked: Callable[[int], Array]) -> Array:
+    """Of so many numbers, of which ``ranked`` gives the one of a place in their order."""
+    upper = ranked(size // 2)
+    return upper if size % 2 else (ranked(size // 2 - 1) + upper) / 2
 
 
 def log_e(excess: Array, scale: Array) -> Array:

@@ -68,17 +68,20 @@ def lines(
                 clock += timedelta(seconds=TRIAL_S)
 
 
-def found(files, effects=(0.0, 0.01, -0.01), seconds=MOST, sessions=60, seed=0, design=None):
+def found(
+    files, effects=(0.0, 0.01, -0.01), seconds=MOST, sessions=60, seed=0, design=None, replicates=1
+):
+    """Shares by workload and effect; replicates are drawn after them, for the intervals alone."""
     (recorded,) = recorded_launches(files)
     asked = Asked(
         effects=effects, design=design or recorded.plan.design, bounds=recorded.bounds(MARGIN),
-        seconds=seconds, sessions=sessions, replicates=40, seed=seed,
+        seconds=seconds, sessions=sessions, replicates=replicates, seed=seed,
     )  # fmt: skip
     return {(one.workload, one.effect): one for one in shares_found(recorded, asked)}
 
 
 def test_without_noise_every_effect_is_found_and_equal_arms_are_never_blamed():
-    shares = found([("host", list(lines()))])
+    shares = found([("host", list(lines()))], replicates=40)
     for workload in ("one", "two"):
         for effect, share in ((0.0, 0.0), (0.01, 1.0), (-0.01, 1.0)):
             one = shares[workload, effect]
@@ -106,7 +109,7 @@ def test_launches_that_differ_by_several_percent_hide_one():
 
 def test_noise_of_a_known_size_is_seen_as_often_as_it_should_be():
     # Blocks differ by 0.4 % * sqrt(2) = 0.57 %, and 1 % is 0.8 % above delta0: 1.4 of that.
-    shares = found([("host", list(lines(between=0.004, blocks=40)))], sessions=300)
+    shares = found([("host", list(lines(between=0.004, blocks=40)))], sessions=300, replicates=40)
     one = shares["one", 0.01]
     assert one.share > 0.9
     assert one.low < one.share <= one.high
@@ -187,11 +190,11 @@ def test_two_hosts_are_two_clusters_whose_launches_never_meet():
     assert apart["one", 0.0].share == 0.0
     assert apart["one", 0.01].share == 1.0
     loud = list(lines(between=0.05, seed=5))
-    hosts = found([("calm", calm), ("loud", loud)])["one", 0.01]
+    hosts = found([("calm", calm), ("loud", loud)], replicates=40)["one", 0.01]
     assert 0.45 < hosts.share < 0.6
     # Of two hosts one is drawn twice in half of all replicates.
     assert (hosts.low, hosts.high) == (pytest.approx(0.05, abs=0.1), 1.0)
-    one_host = found([("host", calm), ("host", loud)])["one", 0.01]
+    one_host = found([("host", calm), ("host", loud)], replicates=40)["one", 0.01]
     assert one_host.high - one_host.low < hosts.high - hosts.low
     (recorded,) = recorded_launches([("calm", calm), ("loud", loud)])
     assert (len(recorded.hosts), recorded.launches(0)) == (2, 48)

@@ -299,6 +299,9 @@ def test_the_command_ends_with_1_below_the_oracle(
         return Outcome(own * load.times)
 
     monkeypatch.setattr(accept_lengths, "ask", answered)
+    if code:  # the other asks followers in a process of their own, which takes seconds to start
+        threads = ThreadPoolExecutor(1)
+        monkeypatch.setattr(accept_lengths, "ProcessPoolExecutor", lambda **_: threads)
     arm = "sglang:pair=gqa,backend=triton,num_steps=3,num_draft_tokens=4"
     given = ["--arm", arm, "--prompts", "2", "--tokens", "24", "--times", "3"]
     given += ["--concurrency", "32", "--answers", str(tmp_path / "answers.jsonl")]

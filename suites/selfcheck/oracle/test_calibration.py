@@ -17,7 +17,7 @@ import torch
 
 from harness.core.case import Dtype, KVDtype
 from harness.core.record import Verdict
-from harness.core.tolerance import budget
+from harness.core.tolerance import Budget, budget
 from harness.differential.compare import Comparison, compare
 from harness.oracle import attend, low_precision_attend, quantize
 
@@ -67,13 +67,13 @@ def drawn(dtype: Dtype, kv_dtype: KVDtype, length: int, seed: int) -> History:
 
 def split_kv(history: History) -> torch.Tensor:
     """Flash decoding: the keys in splits, each with its own maximum, merged in float32."""
-    return torch.stack([_one_query(history, j) for j in range(QUERIES)])
+    k, v = history.k.float(), history.v.float()
+    seen = [history.seen(j) for j in range(QUERIES)]
+    return torch.stack([_one_query(history, j, k[keys], v[keys]) for j, keys in enumerate(seen)])
 
 
-def _one_query(history: History, j: int) -> torch.Tensor:
-    seen = history.seen(j)
+def _one_query(history: History, j: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     q = history.q[j].float().view(KV_HEADS, -1, DIM) * (SCALE * history.k_scale)
-    k, v = history.k[seen].float(), history.v[seen].float()
     peak = torch.full((KV_HEADS, HEADS // KV_HEADS, 1), -torch.inf)
     total, out = torch.zeros_like(peak), torch.zeros(*peak.shape[:2], DIM)
     for keys, values in zip(k.split(SPLIT), v.split(SPLIT), strict=True):
@@ -107,34 +107,52 @@ FAULTS = {
 }
 
 
-def judge(dtype: Dtype, kv_dtype: KVDtype, history: History, fault=lambda h: h) -> Comparison:
-    """Comparison of an implementation that reads a faulty history."""
-    given = {"prefix_len": len(history.k) - QUERIES, "scale": SCALE}
-    k, v = history.k.double() * history.k_scale, history.v.double() * history.v_scale
-    plain = low_precision_attend(
-        history.q,
-        history.k,
-        history.v,
-        dtype=history.dtype,
-        k_scale=history.k_scale,
-        v_scale=history.v_scale,
-        **given,
-    )
-    faulty = fault(history)
-    obtained = split_kv(faulty)
-    rows = len(obtained) if faulty.back >= QUERIES - 1 else QUERIES - 1
-    expected = attend(history.q, k, v, **given)
-    limits = budget("hidden_states", dtype, kv_dtype)
-    return compare("hidden_states", obtained[:rows], expected[:rows], plain[:rows], limits)
+@dataclass(frozen=True)
+class Judge:
+    """What is due of a history: the oracle's rows, and those of the plain one.
+
+    ``budget`` is that of its dtypes.
+    """
+
+    history: History
+    expected: torch.Tensor
+    plain: torch.Tensor
+    budget: Budget
+
+    @classmethod
+    def of(cls, dtype: Dtype, kv_dtype: KVDtype, history: History) -> Judge:
+        """Computed once for every fault."""
+        given = {"prefix_len": len(history.k) - QUERIES, "scale": SCALE}
+        k, v = history.k.double() * history.k_scale, history.v.double() * history.v_scale
+        plain = low_precision_attend(
+            history.q,
+            history.k,
+            history.v,
+            dtype=history.dtype,
+            k_scale=history.k_scale,
+            v_scale=history.v_scale,
+            **given,
+        )
+        expected = attend(history.q, k, v, **given)
+        return cls(history, expected, plain, budget("hidden_states", dtype, kv_dtype))
+
+    def judge(self, fault=lambda h: h) -> Comparison:
+        """Comparison of an implementation that reads a faulty history."""
+        faulty = fault(self.history)
+        obtained = split_kv(faulty)
+        n = len(obtained) if faulty.back >= QUERIES - 1 else QUERIES - 1
+        rows = obtained[:n], self.expected[:n], self.plain[:n]
+        return compare("hidden_states", *rows, self.budget)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES)
 def test_budget_separates_faults_from_rounding(dtype, kv_dtype, length):
     history = drawn(dtype, kv_dtype, length, seed=length)
-    honest = judge(dtype, kv_dtype, history)
+    judge = Judge.of(dtype, kv_dtype, history).judge
+    honest = judge()
     assert honest.passed, honest.message
-    found = {name: judge(dtype, kv_dtype, history, fault) for name, fault in FAULTS.items()}
+    found = {name: judge(fault) for name, fault in FAULTS.items()}
     ratios = {name: outcome.error / outcome.allowed for name, outcome in found.items()}
     shown = ", ".join(f"{name} {ratio:.3g}" for name, ratio in ratios.items())
     print(f"\n{dtype} {kv_dtype} {length}: honest {honest.error / honest.allowed:.2f}; {shown}")
