@@ -44,8 +44,8 @@ class SharedReads(DispatchMode):
 
     def _shared(self, values: Sequence[object]) -> set[str]:
         """Names of the shared tensors in an operation's arguments or results."""
-        memories = [_memory(tensor) for tensor in tensors_in(values)]
-        return {self._names[memory] for memory in memories if memory in self._names}
+        names = (self._names.get(_memory(tensor)) for tensor in tensors_in(values))
+        return {name for name in names if name is not None}
 
 
 def observed(shared: Mapping[str, torch.Tensor], work: Callable[[], T]) -> tuple[T, set[str]]:
