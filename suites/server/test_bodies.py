@@ -6,6 +6,7 @@ import pytest
 import requests
 
 from fixtures.drivers.crowd import settled
+from fixtures.drivers.threaded_server import threaded_server
 
 PROMPT = {"input_ids": [5, 6, 7]}
 CONTEXT = 512
@@ -108,14 +109,14 @@ def test_nothing_is_left_behind(embedded_server):
     settled(embedded_server)
 
 
-def test_a_key_is_asked_for(fresh_server):
-    served = fresh_server(api_key="open sesame", context_length=64)
-    for headers in ({}, {"Authorization": "Bearer open"}):
-        answer = requests.get(f"{served.url}/server_info", headers=headers, timeout=10)
-        said = f"another API key than the server's, or none, is answered 401: {headers}"
-        assert answer.status_code == 401, said
-        assert answer.json()["error"]["type"] == "Unauthorized"
-    assert requests.get(f"{served.url}/health", timeout=10).ok, "/health asks for no API key"
-    status = requests.get(f"{served.url}/health_generate", timeout=10).status_code
-    assert status == 401, f"/health_generate without the API key is answered 401, not {status}"
-    assert served.client.generate([5, 6], 2).completion_tokens == 2
+def test_a_key_is_asked_for():
+    with threaded_server(api_key="open sesame", context_length=64) as served:
+        for headers in ({}, {"Authorization": "Bearer open"}):
+            answer = requests.get(f"{served.url}/server_info", headers=headers, timeout=10)
+            said = f"another API key than the server's, or none, is answered 401: {headers}"
+            assert answer.status_code == 401, said
+            assert answer.json()["error"]["type"] == "Unauthorized"
+        assert requests.get(f"{served.url}/health", timeout=10).ok, "/health asks for no API key"
+        status = requests.get(f"{served.url}/health_generate", timeout=10).status_code
+        assert status == 401, f"/health_generate without the API key is answered 401, not {status}"
+        assert served.client.generate([5, 6], 2).completion_tokens == 2

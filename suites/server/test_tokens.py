@@ -10,11 +10,12 @@ import pytest
 import requests
 
 from fixtures.drivers.crowd import settled, text, together
+from fixtures.drivers.threaded_server import threaded_server
 from fixtures.models import shipped
 from fixtures.pytest_plugin.answers import judge_answer
 from fixtures.pytest_plugin.followed import followed
 from fixtures.pytest_plugin.goldens import load_prompt, prompts
-from fixtures.pytest_plugin.servers import FreshServer, Served
+from fixtures.pytest_plugin.servers import Served
 from harness.core.case import Dtype
 from harness.core.paths import MODELS
 from harness.server.client.flush import flush
@@ -66,11 +67,13 @@ def test_tokens_and_accept_lengths(server, at_once):
 @pytest.mark.parametrize(
     ("pair", "spec"), [("mla", "v2"), ("mla", "v1"), ("gqa", "v1"), ("gqa", "none")]
 )
-def test_other_pairs_and_versions(fresh_server: FreshServer, pair: str, spec: str) -> None:
-    served = fresh_server(pair, spec=spec)
+def test_other_pairs_and_versions(pair: str, spec: str) -> None:
     texts = prompts(pair)[:4]
-    calls = [lambda prompt=prompt: served.client.generate(prompt, shipped.NEW) for prompt in texts]
-    for index, answer in enumerate(together(4, calls)):
+    with threaded_server(pair, spec=spec) as served:
+        ask = served.client.generate
+        answers = together(4, [lambda prompt=prompt: ask(prompt, shipped.NEW) for prompt in texts])
+        settled(served)
+    for index, answer in enumerate(answers):
         expected = load_prompt(pair, index)
         count = len(answer.output_ids)
         assert count == shipped.NEW, f"no chunk of a stream leaves out a token: {count} came"
@@ -78,23 +81,23 @@ def test_other_pairs_and_versions(fresh_server: FreshServer, pair: str, spec: st
         rounds = 0 if spec == "none" else len(expected.accept_lengths)
         said = "spec_verify_ct of meta_info counts the verifies of the request"
         assert answer.spec_verify_ct == rounds, said
-    settled(served)
 
 
-def test_the_end_token_ends_an_answer(fresh_server: FreshServer, tmp_path: Path) -> None:
+def test_the_end_token_ends_an_answer(tmp_path: Path) -> None:
     prompt, expected = prompts("gqa")[0], load_prompt("gqa", 0)
     shutil.copytree(MODELS / "gqa", tmp_path / "gqa")
     end = {"eos_token_id": expected.token_ids[5]}
     (tmp_path / "gqa" / "target" / "generation_config.json").write_text(json.dumps(end))
-    served = fresh_server(models=tmp_path)
-    answer = served.client.generate(prompt, shipped.NEW, ignore_eos=False)
+    with threaded_server(models=tmp_path) as served:
+        answer = served.client.generate(prompt, shipped.NEW, ignore_eos=False)
+        whole = served.client.generate(prompt, shipped.NEW)
+        settled(served)
     stop = expected.token_ids.index(end["eos_token_id"])
     due = expected.token_ids[: stop + 1]
     said = f"an answer has every token up to the end token: {due}, not {answer.output_ids}"
     assert answer.output_ids == due, said
     assert answer.finish_reason == "stop"
-    assert served.client.generate(prompt, shipped.NEW).output_ids == expected.token_ids
-    settled(served)
+    assert whole.output_ids == expected.token_ids
 
 
 def test_one_round_emits_what_it_accepted(server):

@@ -1,11 +1,13 @@
-"""A text and its rounds depend on its prompt alone: not on other requests, batch size or graphs."""
+"""A text and its rounds depend on its prompt alone: not on other requests, batches or graphs."""
 
 from __future__ import annotations
+
+from functools import cache
 
 import pytest
 import torch
 
-from fixtures.models.shipped import FAMILIES, Setup, decode, run
+from fixtures.models.shipped import FAMILIES, Engine, Run, Setup, run
 from fixtures.pytest_plugin.goldens import prompts
 from harness.core.case import Execution
 from harness.engine.spec_config import SpecVersion
@@ -28,6 +30,13 @@ SETUPS = [
 each_setup = pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.id)
 
 
+@cache
+def again(setup: Setup, device: torch.device) -> tuple[Run, Engine]:
+    """What a second engine makes of the setup's prompts, and that engine, for further batches."""
+    engine = Engine(setup, device)
+    return engine.decode(prompts(setup.pair)[: setup.prompts]), engine
+
+
 @each_setup
 @pytest.mark.parametrize("members", DECOY.values(), ids=DECOY)
 def test_company_changes_neither_text_nor_rounds(
@@ -35,7 +44,8 @@ def test_company_changes_neither_text_nor_rounds(
 ) -> None:
     texts = tuple(prompts(setup.pair)[index] for index in members)
     due = run(setup, device).texts
-    assert decode(setup, texts, device).texts == [due[index] for index in members]
+    _, engine = again(setup, device)
+    assert engine.decode(texts).texts == [due[index] for index in members]
 
 
 @each_setup
@@ -47,14 +57,15 @@ def test_versions_graphs_and_overlap_change_neither(setup: Setup, device: torch.
 @each_setup
 def test_twins_in_one_batch_are_equal_at_every_step(setup: Setup, device: torch.device) -> None:
     twin, other = prompts(setup.pair)[2], prompts(setup.pair)[1]
-    first, _, second, third = decode(setup, (twin, other, twin, twin), device).texts
+    _, engine = again(setup, device)
+    first, _, second, third = engine.decode((twin, other, twin, twin)).texts
     assert first == second == third
 
 
 @each_setup
 def test_two_runs_are_one(setup: Setup, device: torch.device) -> None:
-    again = decode(setup, prompts(setup.pair)[: setup.prompts], device)
-    assert again == run(setup, device)
+    second, _ = again(setup, device)
+    assert second == run(setup, device)
 
 
 @each_setup

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from fixtures.toys.tiny_engine import BACKENDS, CONTEXT, NEW, PROMPTS, TinyPair
 from fixtures.toys.toy_engine import spec_config
 from harness.attention import baselines
 from harness.engine.plan_stream import RecordedStreams
+from harness.engine.request import Generation
 from harness.errors import SpecgateError
 from harness.oracle.generation import greedy
 
@@ -80,6 +82,15 @@ def test_idle_rounds_and_a_retraction_between_replays(tiny: TinyPair, version: i
         assert tuple(request.generation.token_ids) == tiny.expected(prompt, spec).token_ids
 
 
+@cache
+def served(family: str, backend: Any, overlap: bool, new: int) -> list[Generation]:
+    """A request alone, so that its end leaves idle rounds; the optimization's own without one."""
+    prompt = PROMPTS[0]
+    streams = RecordedStreams() if overlap else None
+    engine = TinyPair(family).engine(spec_config(4, 5), streams=streams, backend=backend)
+    return engine.generate([prompt], min(new, CONTEXT - len(prompt)))
+
+
 @pytest.mark.parametrize("new", [1, CONTEXT], ids=["ends_in_its_prefill", "fills_the_context"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize(
@@ -93,17 +104,9 @@ def test_idle_rounds_and_a_retraction_between_replays(tiny: TinyPair, version: i
 def test_a_baseline_serves_what_its_optimization_does(
     family: str, backend: Any, overlap: bool, new: int
 ) -> None:
-    """Two engines, one after the other: a request alone, so that its end leaves idle rounds."""
-    pair, prompt, spec = TinyPair(family), PROMPTS[0], spec_config(4, 5)
-    count = min(new, CONTEXT - len(prompt))
-    found = []
-    for kind in (None, backend):
-        engine = pair.engine(spec, streams=RecordedStreams() if overlap else None, backend=kind)
-        try:
-            found.append(engine.generate([prompt], count))
-        except SpecgateError as error:
-            pytest.fail(
-                f"{backend.__name__} serves every round that its optimization does: {error}"
-            )
+    try:
+        found = served(family, None, overlap, new), served(family, backend, overlap, new)
+    except SpecgateError as error:
+        pytest.fail(f"{backend.__name__} serves every round that its optimization does: {error}")
     own, its = ([(g.token_ids, g.accept_lengths) for g in each] for each in found)
     assert its == own, "a baseline generates the tokens of its optimization, round by round"
