@@ -206,7 +206,11 @@ def test_workspaces_are_zeroed_once_and_shared_by_a_family(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("family", ["xqa", "trtllm_gen"])
-def test_a_kernel_that_splits_keys_has_the_scratch_that_flashinfer_advises(family: str) -> None:
+def test_a_kernel_that_splits_keys_has_the_scratch_that_flashinfer_advises(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of its own: every later trial of the process would look through these semaphores.
+    monkeypatch.setattr(workspace, "_SHARED", {})
     # docs.flashinfer.ai, trtllm_batch_decode_with_kv_cache: workspace_buffer of 128 MB.
     made = workspace.workspace(family, torch.device("cpu"))
     assert made.buffer.numel() >= 128 << 20, "a workspace has 128 MB"
