@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -23,7 +24,7 @@ from harness.core.tolerance import tie_margin
 from harness.differential.generated_text import judge_text
 from harness.engine.request import Generation
 from harness.errors import ContractError
-from harness.oracle import FollowedText, follow, greedy, speculate
+from harness.oracle import FollowedText, follow, greedy, relative_margins, speculate
 from harness.server.client.sglang import Answer
 from harness.server.client.vllm import NOTHING
 from suites.server import test_tokens
@@ -58,13 +59,14 @@ def continued(prompt: Sequence[int], *texts: Sequence[int]) -> tuple[int, ...]:
     return (*known, *more)
 
 
+@cache
 def parted(index: int) -> Parted:
     """Of a prompt, at the first tie of its golden."""
     golden, prompt = load_prompt(PAIR, index), prompts(PAIR)[index]
-    _, margins = greedy(oracle(PAIR)[0], prompt, shipped.NEW)
-    tied = next(i for i, margin in enumerate(margins) if margin <= TIE)
-    _, logits = oracle(PAIR)[0].forward(torch.tensor([*prompt, *golden.token_ids[:tied]]))
-    second = int(logits[-1].topk(2).indices[NEXT])
+    _, logits = oracle(PAIR)[0].forward(torch.tensor([*prompt, *golden.token_ids]))
+    choices = logits[len(prompt) - 1 :]
+    tied = int((relative_margins(choices) <= TIE).nonzero()[0])
+    second = int(choices[tied].topk(2).indices[NEXT])
     right = continued(prompt, golden.token_ids[:tied], [second])
     at = tied + BEHIND
     _, logits = oracle(PAIR)[0].forward(torch.tensor([*prompt, *right[:at]]))
