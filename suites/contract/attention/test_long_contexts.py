@@ -6,6 +6,7 @@ The kernel only takes its call down, so that no key is needed and lengths cost n
 from __future__ import annotations
 
 import random
+from functools import cache
 from itertools import accumulate, product
 from typing import Any
 
@@ -71,18 +72,25 @@ def refuse_write(*_: object, **__: object) -> None:
     pytest.fail("with save_kv_cache=False a backend writes no keys: its caller has saved them")
 
 
+@cache
+def scattered(rows: int) -> tuple[torch.Tensor, ReqToTokenPool]:
+    """Pages of requests, each of which lies anywhere, and the table of them, which is only read."""
+    torch.manual_seed(rows)
+    columns = CONTEXT + 2 * WIDTH
+    pages = torch.randint(1, 2**20, (rows + 1, columns // PAGE), dtype=torch.int32)
+    table = ReqToTokenPool(rows, columns)
+    slots = pages[:, :, None] * PAGE + torch.arange(PAGE, dtype=torch.int32)
+    table.req_to_token.copy_(slots.flatten(1))
+    return pages, table
+
+
 class Requests:
-    """A table in which each page of each request lies anywhere, and arguments of its backends."""
+    """Requests of long contexts, and arguments of their backends."""
 
     def __init__(self, kind: type[PagedBackend], rows: int) -> None:
         random.seed(rows)
-        torch.manual_seed(rows)
         make_pool, self.layer = FAMILIES[kind]
-        columns = CONTEXT + 2 * WIDTH
-        self.pages = torch.randint(1, 2**20, (rows + 1, columns // PAGE), dtype=torch.int32)
-        self.table = ReqToTokenPool(rows, columns)
-        slots = self.pages[:, :, None] * PAGE + torch.arange(PAGE, dtype=torch.int32)
-        self.table.req_to_token.copy_(slots.flatten(1))
+        self.pages, self.table = scattered(rows)
         self.rows = tuple(random.sample(range(1, rows + 1), rows))
         self.pool, self.kernel = make_pool(), Taken()
         for write in ("set_kv_buffer", "set_mla_kv_buffer"):
@@ -116,10 +124,10 @@ class Requests:
         enough = "max_seq_len of a kernel call is no less than the longest context"
         assert call.max_seq_len >= CONTEXT, enough
         assert call.max_seq_len <= CONTEXT + 2 * WIDTH
-        for row, table, n in zip(self.rows, call.block_tables.tolist(), keys, strict=True):
+        for row, table, n in zip(self.rows, call.block_tables, keys, strict=True):
             used, most = -(-n // PAGE), -(-(n + seen) // PAGE)
-            assert table[:used] == self.pages[row, :used].tolist()
-            assert not any(table[most:])
+            assert torch.equal(table[:used], self.pages[row, :used])
+            assert not table[most:].any()
         assert call.block_tables.shape[1] == -(-(CONTEXT + WIDTH) // PAGE)
 
 

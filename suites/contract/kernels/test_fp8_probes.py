@@ -10,7 +10,7 @@ from fixtures.fakes.fp8_kernel import FAULTS, KERNELS, FP8Kernel
 from fixtures.tables import CASES
 from harness.core.case import Execution, Mode
 from harness.core.record import Record, Verdict
-from harness.differential.trial import run_trial
+from harness.differential import trial
 from harness.subjects import MHA_BACKENDS, CustomKernelSubject
 
 MODES = (Mode.DECODE, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2, Mode.MULTI_STEP_DRAFT)
@@ -27,7 +27,7 @@ def run(row: str, kernel: FP8Kernel) -> Record:
         draft_backend=draft_backend,
         function=kernel,
     )
-    return run_trial(CASES[row], subject, Execution.EAGER)
+    return trial.run_trial(CASES[row], subject, Execution.EAGER)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -43,7 +43,11 @@ def test_however_weights_are_rounded_a_right_kernel_is_nearly_exact(
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("mode", MODES)
-def test_every_fault_is_red(mode: Mode, kernel: str, fault: str) -> None:
+def test_every_fault_is_red(
+    mode: Mode, kernel: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernel != "right":  # Keys are found by runs of their own, which no rounding changes.
+        monkeypatch.setattr(trial, "explain", lambda *_: "")
     faulty = replace(KERNELS[kernel], **FAULTS[fault])
     record = run(f"mha-{mode}-weighted_fp8_cache", faulty)
     assert record.verdict is Verdict.WRONG_NUMBERS, record.message

@@ -66,7 +66,7 @@ def parted(index: int) -> Parted:
     _, logits = oracle(PAIR)[0].forward(torch.tensor([*prompt, *golden.token_ids]))
     choices = logits[len(prompt) - 1 : -1]
     assert tuple(choices.argmax(-1).tolist()) == golden.token_ids
-    tied = next(i for i, margin in enumerate(relative_margins(choices)) if margin <= TIE)
+    tied = int((relative_margins(choices) <= TIE).nonzero()[0])
     second = int(choices[tied].topk(2).indices[NEXT])
     right = continued(prompt, golden.token_ids[:tied], [second])
     at = tied + BEHIND
