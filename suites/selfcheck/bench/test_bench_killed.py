@@ -1,4 +1,4 @@
-"""A benchmark that is killed leaves no process and no half line, and goes on where it was.
+"""A benchmark that is killed leaves no process and no half line, and goes on to a verdict.
 
 Its servers are of the kind that ``--server`` names.
 """
@@ -14,21 +14,22 @@ import pytest
 from fixtures import bench
 from fixtures.pytest_plugin.poll import eventually
 from fixtures.pytest_plugin.servers import FIRST_S
+from harness.bench.analysis import findings
 from harness.bench.jsonl import read
-from harness.bench.session_records import Session, Trial
+from harness.bench.session_records import Role, Session, Trial
 from harness.core.paths import ROOT
 from harness.errors import UsageError
 
 pytestmark = pytest.mark.untraced
 WORDS = (
-    "--sessions=A/A",
     "--workloads=smoke-bs2-in32-out32",
     "--design=pairs",
     "--blocks-at-most=1",
     "--warm-ups=1",
-    "--passes=3",
 )
-
+EMBEDDED = ("--sessions=injected", "--passes=2")
+REAL = ("--sessions=A/A", "--passes=3")
+"""A trial of a real server is over in a moment."""
 
 SERVERS = {"serve", "sglang.launch_server"}
 """What a command of one of them has among its words."""
@@ -39,12 +40,12 @@ def words(request):
     """Of the command."""
     option = request.config.getoption
     if option("--server") == "embedded":
-        return (f"--a=embedded:pair={option('--server-pair')}", *WORDS)
+        return (f"--a=embedded:pair={option('--server-pair')}", *EMBEDDED, *WORDS)
     arm = f"sglang:pair={option('--server-pair')},backend={option('--server-backend')}"
     arm += f",python={option('--server-python')}"
     if option("--server-args"):
         arm += f",args={shlex.join(option('--server-args'))}"
-    return (f"--a={arm}", *WORDS)
+    return (f"--a={arm}", *REAL, *WORDS)
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def trials(path):
 
 @pytest.mark.usefixtures("recorded")
 def test_a_benchmark_killed_in_a_trial_leaves_nothing_and_goes_on(
-    words, patience_s, tmp_path, monkeypatch
+    words, patience_s, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(bench, "raise_priority", lambda: None)  # would outlive the test
     out = tmp_path / "bench.jsonl"
@@ -85,3 +86,28 @@ def test_a_benchmark_killed_in_a_trial_leaves_nothing_and_goes_on(
     assert lines[: len(kept)] == kept
     done = {(line.block, line.place) for line in trials(out) if not line.invalid}
     assert done == {(0, 0), (0, 1)}
+    if {*EMBEDDED} <= {*words}:
+        look_through(lines)
+    assert bench.main([*words, f"--out={out}", "--resume"]) == 1
+    assert list(read(out)) == lines, "all was measured, and is not measured again"
+    told = capsys.readouterr().out
+    assert "verdict: invalid" in told or {*REAL} <= {*words}
+
+
+def look_through(lines):
+    """What the embedded server, once as it is and once slowed down, must have left."""
+    session, *made = lines
+    assert session.role is Role.INJECTED
+    assert (session.warm_ups, session.passes) == (1, 2)
+    assert "--slowdown" in session.b.command
+    assert "--slowdown" not in session.a.command
+    for trial in made:
+        assert trial.invalid == ()
+        assert trial.conditions.output_tokens == 2 * 2 * 32
+        assert (trial.conditions.cached_tokens, trial.conditions.flushed) == (0, True)
+        assert trial.conditions.correct is True
+        assert trial.flush_tries >= 1
+    # Both arms decode the same tokens in the same steps, however long they take.
+    assert len({trial.metrics["accept_length"] for trial in made}) == 1
+    assert made[0].metrics["accept_length"] > 1.5
+    assert all(found.evidence.over for found in findings(lines))
