@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from harness.core.paths import MODELS
 from harness.engines import EngineConfig
 from harness.errors import UsageError
 from harness.server import __main__ as command
-from harness.server.engine_process import build
+from harness.server.engine_process import build, entry
 from harness.server.engine_process.messages import EngineOptions
 from harness.server.launch.process import ROOT
 
@@ -150,9 +151,8 @@ def _no_json(name: str) -> Callable[[Path], None]:
         (_without("tokenizer.json"), "tokenizer.json does not exist"),
         (_no_json("tokenizer.json"), "tokenizer.json is no tokenizer: "),
         (_no_json("config.json"), "config.json is not accepted; accepted: a JSON object with"),
-        (_without("generation_config.json"), "generation_config.json does not exist"),
     ],
-    ids=["no_tokenizer", "bad_tokenizer", "bad_config", "no_generation_config"],
+    ids=["no_tokenizer", "bad_tokenizer", "bad_config"],
 )
 def test_a_broken_pair_is_named_in_one_line(
     damage: Callable[[Path], None], message: str, tmp_path: Path
@@ -167,6 +167,23 @@ def test_a_broken_pair_is_named_in_one_line(
     assert "Traceback" not in done.stderr
     [line] = [line for line in done.stderr.splitlines() if line.startswith("specgate serve: ")]
     assert message in line
+
+
+def test_what_an_engine_of_a_pair_lacks_is_named_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(MODELS / "gqa", tmp_path / "gqa")
+    _without("generation_config.json")(tmp_path / "gqa" / "target")
+    fork = get_context("fork")  # of this process, which has imported torch
+    _, theirs = fork.Pipe()
+    engine = fork.Process(target=entry.run, args=(theirs, replace(OPTIONS, models=tmp_path)))
+    engine.start()
+    engine.join(60)
+    told = capfd.readouterr().err
+    assert engine.exitcode == 2, told
+    [line] = told.splitlines()
+    assert line.startswith("specgate serve: ")
+    assert line.endswith("generation_config.json does not exist")
 
 
 def test_a_kernel_for_other_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

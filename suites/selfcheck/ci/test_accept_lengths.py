@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -299,6 +300,8 @@ def test_the_command_ends_with_1_below_the_oracle(
         return Outcome(own * load.times)
 
     monkeypatch.setattr(accept_lengths, "ask", answered)
+    if not code:  # the other one starts its processes as the command does, and imports torch there
+        monkeypatch.setattr(accept_lengths, "get_context", lambda _: get_context("fork"))
     arm = "sglang:pair=gqa,backend=triton,num_steps=3,num_draft_tokens=4"
     given = ["--arm", arm, "--prompts", "2", "--tokens", "24", "--times", "3"]
     given += ["--concurrency", "32", "--answers", str(tmp_path / "answers.jsonl")]

@@ -193,7 +193,8 @@ def test_ctrl_c_ends_no_trial_before_its_parent_does(process: TrialProcess) -> N
 def test_a_process_of_its_own_shares_nothing_with_this_one() -> None:
     DIRTY.append("here")
     try:
-        with closing(TrialProcess(acted, patience_s=60, start="spawn")) as process:
+        spawned = TrialProcess(acted, lambda record: True, patience_s=60, start="spawn")
+        with closing(spawned) as process:
             first, lost = run(process, "first"), run(process, "kill-SIGSEGV")
             again = run(process, "again")
     finally:
