@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,14 @@ from fixtures.covering.counted import count, trials_of
 from fixtures.covering.feasible import Feasibility
 from fixtures.covering.rows import case_of, values_of_trial
 from fixtures.fakes.sample_records import trial
+from fixtures.pytest_plugin.nested_runs import run_forked
 from fixtures.tables import CASES
 from fixtures.tables.axes import AXES, CPU, RULES, Rule
 from harness.core.case import Execution
 from harness.core.paths import ROOT
 from harness.core.record import Record, Verdict, write_records
 
+pytest_plugins = ["pytester"]
 ROW = "mha-target_verify-with-page_128-width_16-batch_8-length_256-layout_shuffled"
 EDGE = "mha-target_verify-width_8"
 """A named edge: pages of 32, three requests, 121 tokens at most."""
@@ -183,13 +183,13 @@ def test_bad_input_is_one_line(
 
 
 def test_a_run_leaves_records_that_can_be_looked_up(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pytester: pytest.Pytester, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["suites/differential/test_cases.py", "-q", "-n0", "-p", "no:cacheprovider"]
-    words += ["-k", "mha-decode-bs2_ragged-trtllm_mha/xqa-graph", "--report", str(tmp_path)]
-    done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, check=False)
-    assert done.returncode == 0
+    words = [str(ROOT / "suites/differential/test_cases.py"), "-q", "-n0", "-p", "no:cacheprovider"]
+    words += ["-k", "mha-decode-bs2_ragged-trtllm_mha/xqa-graph", "--report", str(pytester.path)]
+    assert run_forked(pytester, "-c", str(ROOT / "pyproject.toml"), *words).ret == 0
+    records = str(pytester.path / "records.jsonl")
     row = CASES["mha-decode-bs2_ragged"]
     wanted = f"page={row.page_size} batch={row.bs} kernel=xqa execution=graph".split()
-    assert main([str(tmp_path / "records.jsonl"), *wanted]) == 0
-    assert main([str(tmp_path / "records.jsonl"), *wanted[:-1], "execution=eager"]) == 1
+    assert main([records, *wanted]) == 0
+    assert main([records, *wanted[:-1], "execution=eager"]) == 1

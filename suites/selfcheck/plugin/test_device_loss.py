@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fixtures.pytest_plugin import device_loss
+from fixtures.pytest_plugin.nested_runs import run_forked
 from harness.core.paths import ROOT
 from harness.core.record import Verdict, read_records
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.untraced
 # Stands in for CUDA: two GPUs, and a context that ends with the process's first fault.
 CONFTEST = """
 import torch
-import harness.core.environment
+from fixtures.pytest_plugin import gpu_lane
 from harness.kernels.packages import WANTED
 
 lost = []
@@ -33,7 +34,7 @@ torch.cuda.set_device = lambda device: None
 torch.cuda.get_device_name = lambda device: "NVIDIA H200"
 torch.cuda.get_device_capability = lambda device: (9, 0)
 torch.cuda.synchronize = synchronize
-harness.core.environment.installed = dict(map(str.split, WANTED.values())).get
+gpu_lane.installed = dict(map(str.split, WANTED.values())).get
 pytest_plugins = ["fixtures.pytest_plugin.plugin"]
 """
 TESTS = """
@@ -84,7 +85,7 @@ Told = dict[str, tuple[Verdict, str]]
 def run(project: pytest.Pytester, *args: str) -> tuple[pytest.RunResult, dict[str, Told]]:
     """Also verdict and message by device and case."""
     common = ("-p", "no:cacheprovider", "--device", "cuda", "--report", "out", "-ra")
-    result = project.runpytest_subprocess(*common, *args)
+    result = run_forked(project, *common, *args)
     told: dict[str, Told] = {}
     for record in read_records(project.path / "out" / "records.jsonl"):
         told.setdefault(record.device, {})[record.case] = (record.verdict, record.message)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.core.paths import ROOT
+from fixtures.pytest_plugin.nested_runs import run_forked
 
 pytest_plugins = ["pytester"]
 
@@ -19,11 +19,8 @@ def test_comes_behind():
 """
 
 
-def test_garbage_ends_with_the_test_that_asked_for_it(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def test_garbage_ends_with_the_test_that_asked_for_it(pytester: pytest.Pytester) -> None:
     pytester.makeconftest("from fixtures.pytest_plugin.plugin import garbage")
     pytester.makepyfile(TESTS)
-    outcomes = pytester.runpytest_subprocess("-p", "no:cacheprovider").parseoutcomes()
+    outcomes = run_forked(pytester, "-p", "no:cacheprovider").parseoutcomes()
     assert outcomes == {"passed": 2}, f"memory is garbage for the test that asks alone: {outcomes}"

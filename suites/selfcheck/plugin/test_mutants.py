@@ -102,6 +102,16 @@ pythonpath = .
 testpaths = suites
 addopts = -p no:anyio -p no:hypothesispytest -p no:schemathesis
 """
+TELLS_PLUGINS = """
+import json, sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+def run(notes, **_):
+    plugins = {entry.module.partition(".")[0] for entry in entry_points(group="pytest11")}
+    Path(notes).write_text(json.dumps({"imported": sorted(plugins & sys.modules.keys())}))
+    return 0
+"""
 MODULE = "harness.toy"
 
 
@@ -395,13 +405,13 @@ def test_what_cannot_be_asked_ends_with_2(capsys: pytest.CaptureFixture[str]) ->
     assert "argument --workers: '0' is not accepted; accepted: 1 or" in capsys.readouterr().err
 
 
-def test_no_plugin_of_pytest_is_imported_before_the_fork() -> None:
-    ask = (
-        "import importlib, sys; from importlib.metadata import entry_points\n"
-        "from fixtures.mutation.fork_server import THIRD_PARTY\n"
-        "for name in THIRD_PARTY: importlib.import_module(name)\n"
-        "plugins = {entry.module.partition('.')[0] for entry in entry_points(group='pytest11')}\n"
-        "print(sorted(plugins & sys.modules.keys()))"
-    )
-    told = subprocess.check_output([sys.executable, "-c", ask], cwd=ROOT, text=True)
-    assert told.strip() == "[]", "pytest warns of a plugin that was imported before it ran"
+def test_no_plugin_of_pytest_is_imported_before_the_fork(copy: Copy) -> None:
+    asker = copy.root / "fixtures" / "mutation" / "asker.py"  # which a fork imports
+    its_own = asker.read_text()
+    asker.write_text(TELLS_PLUGINS)
+    try:
+        _, noted = copy.ask(None, (), 60.0)
+    finally:
+        asker.write_text(its_own)
+    said = "pytest warns of a plugin that was imported before it ran"
+    assert noted["imported"] == [], f"{said}: {noted}"

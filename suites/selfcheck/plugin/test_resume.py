@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ci import gate
+from fixtures.pytest_plugin.nested_runs import run_forked
 from fixtures.pytest_plugin.shards import Shard
 from harness.core.paths import python_path
 from harness.core.record import Record, Verdict, read_records, record_lines, write_records
@@ -73,7 +74,7 @@ def test_a_killed_run_goes_on(
     project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KILLED", "1")
-    project.runpytest_subprocess(*ARGS)
+    run_forked(project, *ARGS)
     assert ran(project) == [0, 1, 2, 3, 4]
     assert list(records(project)) == ["case0", "case1", "case2", "case3"]
     monkeypatch.delenv("KILLED")
