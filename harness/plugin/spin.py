@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 
 from harness.plugin.gpu_clock import globaltimer
+
+if TYPE_CHECKING:
+    import torch
 
 
 @triton.jit
