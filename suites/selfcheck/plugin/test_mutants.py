@@ -405,6 +405,24 @@ def test_what_cannot_be_asked_ends_with_2(capsys: pytest.CaptureFixture[str]) ->
     assert "argument --workers: '0' is not accepted; accepted: 1 or" in capsys.readouterr().err
 
 
+def test_a_process_that_ends_while_it_notes_leaves_the_last_whole_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asker = Asker(None, (), tmp_path / "notes")
+    asker.pytest_runtest_logstart("test_first")
+    write = Path.write_text
+
+    def killed(path: Path, text: str, encoding: str) -> int:
+        write(path, text[: len(text) // 2], encoding)
+        raise SystemExit
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(SystemExit):
+        asker.pytest_runtest_logstart("test_second")
+    noted = json.loads((tmp_path / "notes").read_text())
+    assert noted == {"asked": 1, "now": "test_first"}
+
+
 def test_no_plugin_of_pytest_is_imported_before_the_fork(copy: Copy) -> None:
     asker = copy.root / "fixtures" / "mutation" / "asker.py"  # which a fork imports
     its_own = asker.read_text()
