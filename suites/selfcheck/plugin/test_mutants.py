@@ -9,6 +9,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -403,6 +405,15 @@ def test_what_cannot_be_asked_ends_with_2(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit, match="2"):
         main(["--workers", "0"])
     assert "argument --workers: '0' is not accepted; accepted: 1 or" in capsys.readouterr().err
+
+
+def test_what_is_red_of_every_mutant_notices_none(pytestconfig: pytest.Config) -> None:
+    other, table = "a.py::test_a", f"b.py::{test_every_row_fits_the_source.__name__}[a-row]"
+    told = "that a row no longer fits where it has been planted notices nothing"
+    for asked in (None, [table, other]):
+        items: list[Any] = [SimpleNamespace(nodeid=name) for name in (table, other)]
+        Asker(asked, (), Path()).pytest_collection_modifyitems(pytestconfig, items)
+        assert [item.nodeid for item in items] == [other], told
 
 
 def test_a_process_that_ends_while_it_notes_leaves_the_last_whole_note(
