@@ -211,7 +211,7 @@ class RunSize:
         """Of each session, at most: those that fit, or those that are measured."""
         each = self.start_s + sum(one.seconds for one in self.cases)
         most = max(one.measured for one in self.cases)
-        return most if self.seconds <= self.left_s else max(0, int(self.left_s / each))
+        return most if self.seconds <= self.left_s else int(self.left_s / each)
 
     @property
     def unseen(self) -> dict[str, float]:
