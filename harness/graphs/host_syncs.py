@@ -152,11 +152,8 @@ class HostSyncCalls(TorchFunctionMode):
     ) -> Any:
         """Run ``func``, reported first if it reads."""
         kwargs = kwargs or {}
-        known = CALLS.get(func)
-        if known is None:
-            return func(*args, **kwargs)
-        name, rule = known
-        if not rule(args, kwargs) or any(map(self._on_host, tensors_in(args[:1]))):
+        name, rule = CALLS.get(func, ("", None))
+        if rule is None or not rule(args, kwargs) or any(map(self._on_host, tensors_in(args[:1]))):
             return func(*args, **kwargs)
         self._report(name)
         self.reporting = True
