@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from harness.core.dispatch_mode import DispatchMode, tensors_in
+from harness.core.opaque_operations import SHAPES
 from harness.errors import CaptureViolation, ContractError
 from harness.graphs.effects import AddressLedger
 from harness.graphs.graph import T
@@ -128,8 +129,12 @@ class _Recorder(DispatchMode):
             self._enter(func, tensor)
         # In-place views change the tensor itself, so the recording keeps its shape of this moment.
         frozen = tuple(_frozen(arg) for arg in args), {k: _frozen(v) for k, v in kwargs.items()}
-        result = func(*args, **kwargs)
+        shapes = SHAPES.get(func)
+        result = (shapes or func)(*args, **kwargs)
         results = tensors_in(result)
+        if shapes is not None:
+            for tensor in results:
+                tensor.zero_()
         self._seen.update((id(tensor), tensor) for tensor in results)
         if func in ALLOCATIONS:
             self.uninitialised += [_poison(tensor.detach()) for tensor in results]

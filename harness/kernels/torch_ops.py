@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from harness.core.opaque_operations import SHAPES
 from harness.kernels.paged_kv import PagedKeys, is_readable
 from harness.kernels.torch_attention import Softmax, attend
 from harness.kernels.value_checks import check_cumulative, check_lengths
@@ -54,6 +55,7 @@ def _register(
     torch.library.impl(f"{NAMESPACE}::{name}", "CompositeExplicitAutograd")(function)
     torch.library.register_fake(f"{NAMESPACE}::{name}")(shapes)
     registered: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
+    SHAPES[registered] = shapes
     return registered
 
 
