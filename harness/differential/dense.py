@@ -31,12 +31,18 @@ class DenseRows:
     v: torch.Tensor
 
 
+def uncast(rows: torch.Tensor, scales: Sequence[float]) -> torch.Tensor:
+    """Rows as they are."""
+    return rows
+
+
 def dense_rows(
     weights: ProbeWeights,
     case: Case,
     tokens: torch.Tensor,
     positions: torch.Tensor,
     queries: int,
+    cast: Callable[[torch.Tensor, Sequence[float]], torch.Tensor] = uncast,
 ) -> DenseRows:
     """Rows of tokens [n] at positions [n]: looked up, rotated in float64, rounded once.
 
@@ -48,22 +54,22 @@ def dense_rows(
         tokens: [n] int64.
         positions: [n] int64.
         queries: number of the last tokens that have a query.
+        cast: of each element of keys and values [L, …], given the scale of each layer. What is not
+            rotated is cast before it is looked up: a long row has each of its tokens many times.
     """
     dtype = getattr(torch, case.dtype)
     last = slice(len(tokens) - queries, None)
     queried, at = tokens[last], positions[last]
+    k_scales, v_scales = zip(*case.kv_scales, strict=True)
     if weights.q_rope is None or weights.k_rope is None:
         assert weights.v is not None
         q = _rotated(weights.q, queried, at, dtype)
-        k = _rotated(weights.k, tokens, positions, dtype)
-        return DenseRows(q, k, weights.v.to(dtype)[:, tokens])
-    q, k = (
-        torch.cat((plain.to(dtype)[:, ids], _rotated(rotary, ids, where, dtype)), -1)
-        for plain, rotary, ids, where in (
-            (weights.q, weights.q_rope, queried, at),
-            (weights.k, weights.k_rope, tokens, positions),
-        )
-    )
+        k = cast(_rotated(weights.k, tokens, positions, dtype), k_scales)
+        return DenseRows(q, k, cast(weights.v.to(dtype), v_scales)[:, tokens])
+    q_rope = _rotated(weights.q_rope, queried, at, dtype)
+    k_rope = cast(_rotated(weights.k_rope, tokens, positions, dtype), k_scales)
+    q = torch.cat((weights.q.to(dtype)[:, queried], q_rope), -1)
+    k = torch.cat((cast(weights.k.to(dtype), k_scales)[:, tokens], k_rope), -1)
     return DenseRows(q, k, k[..., : case.kv_lora_rank])
 
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from harness.core.case import Case, Execution, Family, KVDtype, Mode
+from harness.core.case import Case, Execution, KVDtype, Mode
 from harness.core.numerics import PLAIN, Numerics
-from harness.differential.dense import DenseRows, cast_by_layer, dense_rows
+from harness.differential.dense import DenseRows, cast_by_layer, dense_rows, uncast
 from harness.differential.input_types import ProbeWeights, TrialInputs
 from harness.oracle import attend, low_precision_attend, quantize_dequantize
 
@@ -163,15 +163,8 @@ def _rows_of_nothing(problem: DenseProblem) -> DenseRows:
 
 
 def _rows(problem: DenseProblem, i: int) -> DenseRows:
-    case = problem.case
-    rows = _exact_rows(problem, i)
-    if case.kv_dtype is not KVDtype.FP8:
-        return rows
-    k_scales, v_scales = zip(*case.kv_scales, strict=True)
-    k = _from_cache(rows.k, k_scales)
-    if case.family is Family.MLA:  # The latent is key and value at once.
-        return replace(rows, k=k, v=k[..., : case.kv_lora_rank])
-    return replace(rows, k=k, v=_from_cache(rows.v, v_scales))
+    """The rows of a request as the cache gives them back."""
+    return _exact_rows(problem, i, _from_cache if problem.case.kv_dtype is KVDtype.FP8 else uncast)
 
 
 def _from_cache(rows: torch.Tensor, scales: Sequence[float]) -> torch.Tensor:
@@ -179,15 +172,19 @@ def _from_cache(rows: torch.Tensor, scales: Sequence[float]) -> torch.Tensor:
     return cast_by_layer(rows, scales, torch.float64, quantize_dequantize)
 
 
-def _exact_rows(problem: DenseProblem, i: int) -> DenseRows:
-    """The rows of a request before anything is cast to FP8."""
+def _exact_rows(
+    problem: DenseProblem,
+    i: int,
+    cast: Callable[[torch.Tensor, Sequence[float]], torch.Tensor] = uncast,
+) -> DenseRows:
+    """The rows of a request before anything is cast to FP8, or with a ``cast`` of the cache's."""
     new, fed = problem.new_tokens[i], problem.fed_tokens
     if fed is not None:
         new = torch.tensor(fed[i], dtype=torch.int64)
     tokens = torch.cat((problem.history[i], new)).to(problem.device)
     positions = torch.arange(len(tokens), device=tokens.device)
     queries = problem.case.q_lens[i]
-    return dense_rows(problem.weights, problem.case, tokens, positions, queries)
+    return dense_rows(problem.weights, problem.case, tokens, positions, queries, cast)
 
 
 def _with_tail(rows: DenseRows, own: DenseRows, n: int) -> DenseRows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -200,20 +200,16 @@ def _cached_rows(
     """Keys and values [L, n, kv heads, dim] of histories, as the cache holds them."""
     tokens = torch.cat(histories).to(device)
     positions = torch.cat([torch.arange(len(own), device=device) for own in histories])
-    rows = dense_rows(weights.to(device), case, tokens, positions, queries=0)
-    dtype = _kv_dtype(case)
-    k_scales, v_scales = zip(*case.kv_scales, strict=True)
-    keys = _cast(rows.k, k_scales, dtype)
-    if case.family is Family.MLA:  # The latent is key and value at once.
-        return keys, keys[..., : case.kv_lora_rank]
-    return keys, _cast(rows.v, v_scales, dtype)
+    cast = partial(_cast, dtype=_kv_dtype(case))
+    rows = dense_rows(weights.to(device), case, tokens, positions, queries=0, cast=cast)
+    return rows.k, rows.v
 
 
 # Trials of a row have the same histories: of its batch and, replayed, of two decoys.
 _shared_rows = lru_cache(maxsize=3)(_cached_rows)
 
 
-def _cast(rows: torch.Tensor, scales: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+def _cast(rows: torch.Tensor, scales: Sequence[float], *, dtype: torch.dtype) -> torch.Tensor:
     """Rows [L, n, …] as the cache holds them, with the scale of each layer."""
     if dtype.itemsize > 1:
         return rows.to(dtype)
