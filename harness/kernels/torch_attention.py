@@ -68,18 +68,20 @@ def attend(
     Args:
         q: [bs, queries, heads, head_dim] float32.
         keys: [bs, keys, kv_heads, head_dim] float32.
-        values: [bs, keys, kv_heads, value dim] float32.
+        values: [bs, keys, kv_heads, value dim] float32; those with a NaN or an infinity are
+            overwritten, in MLA's keys, too, whose scores no longer matter.
         position: see ``visible_keys``.
         softmax: scale, window, sinks and mask.
     """
     if not keys.shape[1]:
         return q.new_zeros(*q.shape[:3], values.shape[-1])
     seen = visible_keys(position, keys.shape[1], softmax)
-    broken = ~values.sum(-1, keepdim=True).isfinite()
-    spoils = None
-    if not is_readable(broken) or bool(broken.any()):
-        spoils = broken.float().permute(0, 2, 1, 3)
-        values = values.masked_fill(broken, 0)
+    broken = ~values.sum(-1).isfinite()
+    readable, spoils = is_readable(broken), None
+    if not readable or bool(broken.any()):
+        spoils = broken.float().permute(0, 2, 1)[..., None]
+        # Few are; a mask would walk through all values.
+        values[broken.nonzero(as_tuple=True) if readable else broken] = 0
     values = values.permute(0, 2, 1, 3)
     keys = keys.permute(0, 2, 3, 1)
     rows = max(1, SCORES_PER_BLOCK // max(1, q.shape[0] * q.shape[2] * keys.shape[3]))
@@ -87,7 +89,7 @@ def attend(
         _block(queries, keys, values, spoils, visible, softmax)
         for queries, visible in zip(q.split(rows, 1), seen.split(rows, 1), strict=True)
     ]
-    return torch.cat(blocks, 1)
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
 
 
 def _block(
@@ -114,8 +116,8 @@ def _block(
         weights = scores.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True) + (sinks - top).exp()
     result: torch.Tensor = (weights.flatten(2, 3) @ values).unflatten(2, group_and_rows)
-    result = (result / total).masked_fill(total == 0, 0)
+    result = result.div_(total).masked_fill_(total == 0, 0)
     if spoils is not None:
         reached = seen.float()[:, None] @ spoils
-        result = result.masked_fill(reached[:, :, None] > 0, torch.nan)
+        result.masked_fill_(reached[:, :, None] > 0, torch.nan)
     return result.permute(0, 3, 1, 2, 4).flatten(2, 3)

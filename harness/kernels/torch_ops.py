@@ -141,7 +141,8 @@ def paged_decode(
     """See ``DecodeCall``."""
     paged = PagedKeys(tuple(caches), block_tables, seq_lens, max_seq_len, kv_lora_rank)
     softmax = Softmax(bmm1_scale, window_left, sinks, packed_mask)
-    return (_decode("paged_decode", q, paged, q_len_per_req, softmax) * bmm2_scale).to(out_dtype)
+    result = _decode("paged_decode", q, paged, q_len_per_req, softmax)
+    return result.mul_(bmm2_scale).to(out_dtype)
 
 
 @_opaque
@@ -166,4 +167,4 @@ def paged_context(
     paged = PagedKeys(tuple(caches), block_tables, seq_lens, max_seq_len, kv_lora_rank)
     softmax = Softmax(bmm1_scale, window_left, sinks)
     result = _context("paged_context", q, paged, cu_seqlens_q, cu_seqlens_k, max_q_len, softmax)
-    return (result * bmm2_scale).to(out_dtype)
+    return result.mul_(bmm2_scale).to(out_dtype)
