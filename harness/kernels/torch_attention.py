@@ -89,7 +89,7 @@ def attend(
         _block(queries, keys, values, spoils, visible, softmax)
         for queries, visible in zip(q.split(rows, 1), seen.split(rows, 1), strict=True)
     ]
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
+    return blocks[0].contiguous() if len(blocks) == 1 else torch.cat(blocks, 1)
 
 
 def _block(
