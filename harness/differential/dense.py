@@ -65,11 +65,11 @@ def dense_rows(
         assert weights.v is not None
         q = _rotated(weights.q, queried, at, dtype)
         k = cast(_rotated(weights.k, tokens, positions, dtype), k_scales)
-        return DenseRows(q, k, cast(weights.v.to(dtype), v_scales)[:, tokens])
+        return DenseRows(q, k, cast(weights.v.to(dtype), v_scales).index_select(1, tokens))
     q_rope = _rotated(weights.q_rope, queried, at, dtype)
     k_rope = cast(_rotated(weights.k_rope, tokens, positions, dtype), k_scales)
-    q = torch.cat((weights.q.to(dtype)[:, queried], q_rope), -1)
-    k = torch.cat((cast(weights.k.to(dtype), k_scales)[:, tokens], k_rope), -1)
+    q = torch.cat((weights.q.to(dtype).index_select(1, queried), q_rope), -1)
+    k = torch.cat((cast(weights.k.to(dtype), k_scales).index_select(1, tokens), k_rope), -1)
     return DenseRows(q, k, k[..., : case.kv_lora_rank])
 
 
@@ -85,7 +85,7 @@ def _rotated(
     rotated = torch.empty(shape, dtype=dtype, device=table.device)
     parts = (tokens.split(TOKENS_AT_ONCE), positions.split(TOKENS_AT_ONCE))
     for ids, at, part in zip(*parts, rotated.split(TOKENS_AT_ONCE, 1), strict=True):
-        turned = plain[:, ids].mul_(turns[at][:, None])
+        turned = plain.index_select(1, ids).mul_(turns[at][:, None])
         part[..., :half].copy_(turned.real)
         part[..., half:].copy_(turned.imag)
     return rotated

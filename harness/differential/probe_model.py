@@ -79,8 +79,8 @@ class ProbeModel:
         """Each layer's output. What all look up is rotated at once, queries and keys together."""
         assert batch.attn_backend is not None
         attend, heads = batch.attn_backend.forward, self.layers[0].tp_q_head_num
-        rotated = rotate(self.rotary[:, input_ids], positions)
-        plain = [table[:, input_ids] for table in self.plain]
+        rotated = rotate(self.rotary.index_select(1, input_ids), positions)
+        plain = [table.index_select(1, input_ids) for table in self.plain]
         if self.is_mla:
             queries, keys = plain
             rows = zip(self.layers, queries, keys, rotated, strict=True)
