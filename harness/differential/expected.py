@@ -138,9 +138,10 @@ def _expected(problem: DenseProblem) -> Expected:
     new = [_tail(rows, n) for rows, n in zip(plain, case.q_lens, strict=True)]
     if problem.attends_new_keys:
         exact = [_exact_rows(problem, i) for i in range(case.bs)]
-        rounded = asked = [
-            _with_tail(rows, own, n) for rows, own, n in zip(asked, exact, case.q_lens, strict=True)
-        ]
+        rounded, asked = (
+            [_with_tail(*of_request) for of_request in zip(rows, exact, case.q_lens, strict=True)]
+            for rows in (rounded, asked)
+        )
     dtype = getattr(torch, case.dtype)
     weights_dtype = torch.float8_e4m3fn if problem.rounds_weights else dtype
     attend_plainly = partial(low_precision_attend, dtype=dtype, weights_dtype=weights_dtype)

@@ -126,9 +126,12 @@ def test_new_keys_are_attended_as_they_are_in_that_execution_of_that_mode_alone(
     assert torch.equal(kept, cached), "a golden keeps the answer over the cache, for every kernel"
     of_mode = frozenset({Mode.TARGET_VERIFY})
     scaled = replace(numerics, rounds_query=of_mode, scales_query=of_mode)
-    asked = expect(inputs, numerics=scaled, execution=Execution.EAGER).oracle.logits
+    asked = expect(inputs, numerics=scaled, execution=Execution.EAGER)
     said = "the oracle rounds no query that is scaled before, beside new keys as beside cached ones"
-    assert torch.equal(asked, eager), said
+    assert torch.equal(asked.oracle.logits, eager), said
+    plain = expect(inputs, numerics=numerics, execution=Execution.EAGER).reference.logits
+    said = "the plain implementation, which budgets measure, rounds it, beside new keys too"
+    assert (asked.reference.logits != plain).any(-1).all(), said
 
 
 @pytest.mark.parametrize("case", ["mha-decode-fp8_cache", "mha-target_verify-bs2_ragged"])
