@@ -15,6 +15,7 @@ from harness.graphs import factory
 from harness.graphs.effects import observe
 from harness.graphs.host_syncs import dispatched_read
 from harness.graphs.tape import Tape
+from harness.kernels.torch_ops import operation
 
 
 @torch.library.custom_op("specgate_test_tape::scaled", mutates_args=("seen",))
@@ -145,6 +146,22 @@ def test_a_library_operation_is_opaque_and_may_mutate_and_read_inside() -> None:
     tape.replay()
     assert (y.tolist(), seen.tolist()) == ([8.0, 10.0], [12.0])
     assert tape.operations == {"specgate_test_tape.scaled.default": 1}
+
+
+def test_a_capture_launches_no_kernel_and_its_replay_does() -> None:
+    launched: list[float] = []
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        launched.append(float(x[0]))
+        return x * 2
+
+    double = operation(torch.empty_like)(doubled)
+    x, tape = torch.tensor([3.0, 4.0]), Tape()
+    result = tape.capture(lambda: double(x) + 1)
+    assert launched == [], "what CUDA captures, it does not run"
+    x[0] = 5
+    tape.replay()
+    assert (launched, result.tolist()) == ([5.0], [11.0, 9.0])
 
 
 def test_a_tensor_reshaped_in_place_keeps_the_shape_each_operation_saw() -> None:
