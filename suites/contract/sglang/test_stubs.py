@@ -221,6 +221,23 @@ def test_a_prefill_on_sm90_takes_both_caches_in_one_tensor_layer_after_layer() -
             close(out, expected, "of [pages, 2, page_size, heads, dim] keys are 0 and values are 1")
 
 
+def test_a_prefill_on_sm90_refuses_another_mask() -> None:
+    query, caches, _ = prefilled(None)
+    tables, workspace = torch.tensor([[[2], [2]], [[1], [1]]], dtype=torch.int32), torch.zeros(64)
+    with (
+        served_by(TorchPaged(CAPABILITIES[Family.MHA, "xqa"])),
+        pytest.raises(KernelRefusal, match="mask_mode = 'padding' is not accepted"),
+    ):
+        trtllm_fmha_v2_prefill(
+            (query, caches),
+            "Q_PAGED_KV_HND",
+            workspace,
+            block_tables=tables,
+            mask_mode="padding",
+            **PREFILL,
+        )
+
+
 @pytest.mark.parametrize("has_heads", [True, False])
 def test_a_latent_cache_is_read_with_or_without_its_head(has_heads: bool) -> None:
     pages, size, rank, rope = 3, 32, 512, 64
@@ -238,6 +255,7 @@ def test_a_latent_cache_is_read_with_or_without_its_head(has_heads: bool) -> Non
                 torch.tensor([[2, 1, 0, 0]], dtype=torch.int32),
                 torch.tensor([40], dtype=torch.int32),
                 40,
+                bmm2_scale=0.5,
             )
         except KernelRefusal as refusal:
             pytest.fail(f"page_size is a latent's last axis but one, head axis or not: {refusal}")
@@ -246,7 +264,7 @@ def test_a_latent_cache_is_read_with_or_without_its_head(has_heads: bool) -> Non
     told = f"a result is [1, 1, 2, kv_lora_rank] in bfloat16, not {list(out.shape)} in {out.dtype}"
     assert (out.shape, out.dtype) == ((1, 1, 2, rank), torch.bfloat16), told
     told = "a value is the first kv_lora_rank columns of the latent, with or without a head axis"
-    close(out, seen.expand(1, 1, 2, rank), told)
+    close(out, 0.5 * seen.expand(1, 1, 2, rank), f"{told}, times bmm2_scale")
 
 
 def test_a_fused_cast_scales_keys_and_values_and_not_the_query() -> None:
