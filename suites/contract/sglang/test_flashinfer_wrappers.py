@@ -442,6 +442,7 @@ def test_mla_replays_lengths_of_the_last_plan_and_slots_of_its_buffer() -> None:
     def mean(*slots: int) -> torch.Tensor:
         return latent[list(slots), 0, :rank].double().mean(0).expand(1, 2, -1)
 
+    tape.replay()
     close(out, mean(0, 1))
     plan(4)
     tape.replay()
