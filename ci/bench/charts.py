@@ -16,8 +16,11 @@ from typing import Any
 
 import altair as alt
 import vl_convert
+from altair.utils import schemapi
 
 from harness.bench.stats.bench_verdict import BenchVerdict
+
+schemapi.disable_debug_mode()  # a chart is validated once, as a whole, and not each of its parts
 
 WORSE, BETTER = "#d1433d", "#3f83d6"
 VERDICT_COLOURS = {

@@ -7,8 +7,9 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import requests
@@ -19,6 +20,7 @@ from harness.bench.bench_serving import BenchServing, workload
 from harness.bench.measure import TrialMaker, TrialSlot
 from harness.server.http import protocol
 from harness.server.launch.process import ROOT
+from suites.server.released_client import ENDED
 
 pytestmark = pytest.mark.untraced
 HERE = Path(__file__).parent
@@ -63,6 +65,44 @@ def run(interpreter: Path, tmp_path: Path) -> Run:
     return call
 
 
+@pytest.fixture(scope="module")
+def run_again(interpreter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """As ``run``, of sglang's clients alone: one process, which takes seconds to import them."""
+    folder = tmp_path_factory.mktemp("client")
+    with (
+        (folder / "errors.txt").open("w+") as errors,
+        subprocess.Popen(
+            [interpreter, SGLANG],
+            cwd=folder,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as client,
+    ):
+
+        def call(*words: object) -> str:
+            assert client.stdin
+            assert client.stdout
+            print(json.dumps([*map(str, words)]), file=client.stdin, flush=True)
+            said = []
+            late = Timer(120, client.kill)
+            late.start()
+            for line in client.stdout:
+                if line == f"{ENDED}\n":
+                    late.cancel()
+                    return "".join(said)
+                said.append(line)
+            late.cancel()
+            errors.seek(0)
+            pytest.fail(f"{''.join(said)[-2000:]}{errors.read()[-2000:]}")
+
+        yield call
+        client.communicate(timeout=120)
+        assert client.returncode == 0, (folder / "errors.txt").read_text()[-2000:]
+
+
 def counters(server) -> dict[str, float]:
     text = requests.get(f"{server.url}/metrics", timeout=5).text
     return {name: float(value) for name, value in re.findall(r"^(sglang:\w+) (\S+)$", text, re.M)}
@@ -75,7 +115,7 @@ def generated(server, prompt: str, new: int, *, ignore_eos: bool) -> str:
 
 
 @pytest.mark.parametrize("backend", ["sglang", "sglang-oai", "sglang-oai-chat"])
-def test_bench_serving_completes_what_it_asks(embedded_server, run, tmp_path, backend):
+def test_bench_serving_completes_what_it_asks(embedded_server, run_again, tmp_path, backend):
     before = counters(embedded_server)[GENERATED]
     told = tmp_path / "told.jsonl"
     options = {
@@ -90,7 +130,7 @@ def test_bench_serving_completes_what_it_asks(embedded_server, run, tmp_path, ba
         "output-file": told,
     }
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
-    printed = run(SGLANG, "sglang.bench_serving", *words, "--output-details", "--flush-cache")
+    printed = run_again("sglang.bench_serving", *words, "--output-details", "--flush-cache")
     assert re.search(rf"Successful requests: +{PROMPTS}\b", printed)
     result = json.loads(told.read_text(encoding="utf-8"))
     assert result["completed"] == PROMPTS

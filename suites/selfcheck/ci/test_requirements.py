@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import packages_distributions
 
 import pytest
@@ -22,10 +23,14 @@ OPTIONAL = {
     "ray": ("ci/cluster", "fixtures/clusters", "suites/cluster"),
 }
 
+installed = cache(packages_distributions)
+
 
 def imported(source: str) -> Iterator[str]:
     """Top-level names of the packages that a module imports, wherever in it."""
-    for node in ast.walk(ast.parse(source)):
+    every: list[ast.AST] = [ast.parse(source)]
+    for node in every:  # as ast.walk, without expressions: they import nothing
+        every += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -40,7 +45,7 @@ def test_imports_are_found_wherever_they_stand() -> None:
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_every_import_is_asked_for(folder: str) -> None:
     asked = {canonicalize_name(requirement.name) for requirement in requirements(("test",))}
-    known = packages_distributions()
+    known = installed()
     missing = {
         (str(path.relative_to(ROOT)), name)
         for path in (ROOT / folder).rglob("*.py")

@@ -69,7 +69,8 @@ def outcome(mutant: Text, fate: Fate) -> Outcome:
 
 
 def test_each_place_is_drawn_once_and_annotations_are_none(drawn: Draw, root: Path) -> None:
-    effects = {mutant.effect for seed in range(1, 30) for mutant in drawn(root, seed)}
+    draws = [[*drawn(root, seed)] for seed in range(1, 30)]
+    effects = {mutant.effect for mutants in draws for mutant in mutants}
     assert all("None:" not in effect.partition(" -> ")[0].split("def")[-1] for effect in effects)
     condition = "if x is None or x < most:"
     assert effects >= {
@@ -81,7 +82,7 @@ def test_each_place_is_drawn_once_and_annotations_are_none(drawn: Draw, root: Pa
         "return most - 1 -> return most + 1",
     }
     # Of each function `is`, `or`, `<`, the condition, the sign and the number are a place.
-    assert {len([*drawn(root, seed)]) for seed in range(1, 30)} == {12}
+    assert {*map(len, draws)} == {12}
 
 
 def test_a_seed_draws_the_same_again_and_another_one_others(drawn: Draw, root: Path) -> None:
