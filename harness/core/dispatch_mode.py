@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+SEQUENCES = (list, tuple)
+
 
 class DispatchMode(TorchDispatchMode):
     """A ``TorchDispatchMode`` whose first call does not import ``torch._dynamo``.
@@ -23,10 +25,10 @@ def tensors_in(value: object) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     found: list[torch.Tensor] = []
-    if isinstance(value, list | tuple):
+    if isinstance(value, SEQUENCES):
         for item in value:
             if isinstance(item, torch.Tensor):
                 found.append(item)
-            elif isinstance(item, list | tuple):
+            elif isinstance(item, SEQUENCES):
                 found += tensors_in(item)
     return found

@@ -44,8 +44,8 @@ class SharedReads(DispatchMode):
 
     def _shared(self, values: Sequence[object]) -> set[str]:
         """Names of the shared tensors in an operation's arguments or results."""
-        names = (self._names.get(_memory(tensor)) for tensor in tensors_in(values))
-        return {name for name in names if name is not None}
+        found, names = tensors_in(values), self._names
+        return {names[key] for tensor in found if (key := _memory(tensor)) in names}
 
 
 def observed(shared: Mapping[str, torch.Tensor], work: Callable[[], T]) -> tuple[T, set[str]]:

@@ -79,11 +79,11 @@ class HostTensors:
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return storage_key(tensor) in self._kept
 
-    def follow(self, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
+    def follow(self, given: Sequence[torch.Tensor], result: object) -> bool:
         """Whether an operation ran on the host; then its results belong there, too."""
         here = bool(given) and all(tensor in self for tensor in given)
         if here:
-            self._kept.update((storage_key(tensor), tensor) for tensor in results)
+            self._kept.update((storage_key(tensor), tensor) for tensor in tensors_in(result))
         return here
 
 
@@ -113,7 +113,7 @@ class _Watch(DispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         inputs = tensors_in([*args, *kwargs.values()])
-        if self._host.follow(inputs, tensors_in(result)):
+        if self._host.follow(inputs, result):
             return result
         self._seen.operations += 1
         if not self._calls.reporting and dispatched_read(func, args, kwargs):
@@ -148,7 +148,7 @@ class _Observer(DispatchMode):
         where = caller_line()
         result = func(*args, **kwargs)
         inputs = tensors_in([*args, *kwargs.values()])
-        if self._host.follow(inputs, tensors_in(result)):
+        if self._host.follow(inputs, result):
             return result
         if not self._calls.reporting and dispatched_read(func, args, kwargs):
             self._effects.host_syncs.append(f"{func} at {where}")

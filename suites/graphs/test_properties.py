@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -43,29 +44,40 @@ ROOM = 80
 """Of the context behind the longest committed prefix, for the decoy's longer one and an extend."""
 
 
-@st.composite
-def mode_orders(draw: st.DrawFn, subject: Subject) -> ModeOrder:
-    kernel = subject.capability
-    bs = draw(st.integers(1, MOST_REQUESTS))
-    most_blocks = draw(st.sampled_from([1, 5, 30] if bs <= MOST_LONG else [1, 5]))
-    length = st.builds(
+# Hypothesis makes and checks a strategy once where all that it is made of can be hashed.
+@cache
+def lengths(most_blocks: int) -> st.SearchStrategy[int]:
+    """Of a request that has fewer blocks."""
+    return st.builds(
         lambda blocks, rest: BLOCK * blocks + rest,
         st.integers(0, most_blocks - 1),
         st.integers(0, BLOCK - 1),
     )
+
+
+def any_of(values: Iterable[Any]) -> st.SearchStrategy[Any]:
+    """One of a set."""
+    return st.sampled_from(tuple(sorted(values)))
+
+
+@st.composite
+def mode_orders(draw: st.DrawFn, subject: Subject) -> ModeOrder:
+    kernel = subject.capability
+    bs = draw(st.integers(1, MOST_REQUESTS))
+    most_blocks = draw(st.sampled_from((1, 5, 30) if bs <= MOST_LONG else (1, 5)))
     width = draw(st.integers(2, kernel.max_q_len))
     fields: dict[str, Any] = {
         "id": f"drawn{draw(st.integers(0, 99))}",
-        "prefix_lens": draw(st.tuples(*[length] * bs)),
+        "prefix_lens": draw(st.tuples(*[lengths(most_blocks)] * bs)),
         "max_context_len": BLOCK * most_blocks + ROOM * draw(st.integers(1, 3)),
         "num_draft_tokens": width,
         "num_steps": draw(st.integers(2, 8)),
-        "page_size": draw(st.sampled_from(sorted(kernel.page_sizes))),
+        "page_size": draw(any_of(kernel.page_sizes)),
         "layout": draw(st.sampled_from(Layout)),
-        "dtype": draw(st.sampled_from(sorted(kernel.dtypes))),
-        "capture_bs": draw(st.sampled_from([(12,), (2, 14), (3, 7, 12)])),
+        "dtype": draw(any_of(kernel.dtypes)),
+        "capture_bs": draw(st.sampled_from(((12,), (2, 14), (3, 7, 12)))),
     }
-    kv_dtype = draw(st.sampled_from(sorted(kernel.kv_dtypes)))
+    kv_dtype = draw(any_of(kernel.kv_dtypes))
     if kv_dtype is KVDtype.FP8:
         fields |= {"kv_dtype": kv_dtype, "k_scale": 0.3, "v_scale": 0.7}
     of_family = mla_fields if subject.family is Family.MLA else mha_fields
@@ -79,12 +91,12 @@ def mode_orders(draw: st.DrawFn, subject: Subject) -> ModeOrder:
 @st.composite
 def mha_fields(draw: st.DrawFn, subject: Subject) -> dict[str, Any]:
     kernel = subject.capability
-    heads, group = draw(st.sampled_from(KV_HEADS)), draw(st.sampled_from([1, 3, 8]))
-    windows = [-1] if kernel.max_window_q_len == 1 else [-1, 0, 17, 64]
+    heads, group = draw(st.sampled_from(KV_HEADS)), draw(st.sampled_from((1, 3, 8)))
+    windows = (-1,) if kernel.max_window_q_len == 1 else (-1, 0, 17, 64)
     return {
         "num_kv_heads": heads,
         "num_q_heads": heads * group,
-        "head_dim": draw(st.sampled_from(sorted(kernel.head_dims))),
+        "head_dim": draw(any_of(kernel.head_dims)),
         "window_left": draw(st.sampled_from(windows)),
         "sinks": draw(st.booleans()),
     }
@@ -92,8 +104,8 @@ def mha_fields(draw: st.DrawFn, subject: Subject) -> dict[str, Any]:
 
 @st.composite
 def mla_fields(draw: st.DrawFn, subject: Subject) -> dict[str, Any]:
-    rank, rotary = draw(st.sampled_from(sorted(subject.capability.mla_dims)))
-    heads = draw(st.sampled_from([1, 2, 5]))
+    rank, rotary = draw(any_of(subject.capability.mla_dims))
+    heads = draw(st.sampled_from((1, 2, 5)))
     return {
         "num_kv_heads": 1,
         "num_q_heads": heads,

@@ -53,7 +53,7 @@ class LatentAttention:
         latent, k_rope = compressed.split((config.kv_lora_rank, rope), -1)
         latent = rms_norm(latent, self.weights["kv_a_layernorm.weight"], config.rms_norm_eps)
         attended = backend.forward(
-            torch.einsum("thn,hnr->thr", q_nope, self.w_kc).contiguous(),
+            torch.bmm(q_nope.transpose(0, 1), self.w_kc).transpose(0, 1).contiguous(),
             latent,
             latent,
             self.attention,
@@ -61,7 +61,7 @@ class LatentAttention:
             q_rope=rotate_pairs(q_rope, by),
             k_rope=rotate_pairs(k_rope, by),
         ).view(tokens, heads, config.kv_lora_rank)
-        values = torch.einsum("thr,hvr->thv", attended, self.w_vc)
+        values = torch.bmm(attended.transpose(0, 1), self.w_vc.transpose(1, 2)).transpose(0, 1)
         return linear(values.flatten(1), self.weights["o_proj.weight"])
 
 

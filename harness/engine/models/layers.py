@@ -21,9 +21,7 @@ def under(weights: LayerWeights, prefix: str) -> dict[str, torch.Tensor]:
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """``x`` [..., n] over its root mean square (in float32), times ``weight`` [n]."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight
+    return torch.rms_norm(x.float(), (x.shape[-1],), eps=eps).to(x.dtype) * weight
 
 
 def swiglu(x: torch.Tensor, weights: LayerWeights, prefix: str = "mlp.") -> torch.Tensor:
@@ -57,9 +55,8 @@ def rotate_halves(x: torch.Tensor, by: Rotation) -> torch.Tensor:
 
 def rotate_pairs(x: torch.Tensor, by: Rotation) -> torch.Tensor:
     """Rotate [T, heads, dim] pairing entry 2 i with 2 i + 1 (DeepSeek's layout)."""
-    cos, sin = by
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2).to(x.dtype)
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.complex(*by)).flatten(-2).to(x.dtype)
 
 
 def predict(hidden: torch.Tensor, lm_head: torch.Tensor) -> LogitsProcessorOutput:

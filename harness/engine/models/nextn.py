@@ -31,17 +31,18 @@ class NextnLayer(DeepseekLayer):
         self.moe = config
         self.gate = weights["mlp.gate.weight"].float()
         experts = range(config.n_routed_experts)
-        self.gate_proj, self.up_proj, self.down_proj = (
-            torch.stack([weights[f"mlp.experts.{i}.{part}.weight"] for i in experts])
+        self.gate_proj, self.up_proj, down = (
+            torch.cat([weights[f"mlp.experts.{i}.{part}.weight"] for i in experts])
             for part in ("gate_proj", "up_proj", "down_proj")
         )
+        self.down_proj = down.unflatten(0, (len(experts), -1)).transpose(1, 2)
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] to [T, hidden]."""
-        gate = silu(torch.einsum("td,eid->tei", x, self.gate_proj))
-        up = torch.einsum("td,eid->tei", x, self.up_proj)
-        experts = torch.einsum("tei,edi->ted", gate * up, self.down_proj)
-        routed = torch.einsum("te,ted->td", self.routing(x), experts.float()).to(x.dtype)
+        inner = silu(linear(x, self.gate_proj)) * linear(x, self.up_proj)
+        inner = inner.unflatten(1, (len(self.down_proj), -1)).transpose(0, 1)
+        experts = torch.bmm(inner, self.down_proj).float()
+        routed = torch.einsum("te,etd->td", self.routing(x), experts).to(x.dtype)
         if not self.moe.n_shared_experts:
             return routed
         return routed + swiglu(x, self.weights, "mlp.shared_experts.")
