@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from harness.core.dispatch_mode import DispatchMode, tensors_in
 from harness.core.opaque_operations import SHAPES
@@ -94,15 +93,16 @@ class Tape:
             raise ContractError(f"memory moved or freed since capture: {'; '.join(moved)}")
         # An observer sees the recorded operations and nothing of the emulation around them.
         observed = torch._C._len_torch_dispatch_stack() > 0
-        copy_results = _copy_results_unseen if observed else _copy_results
+        unseen = torch._C._DisableTorchDispatch if observed else nullcontext
         with torch.no_grad():
-            with _disable_current_modes() if observed else nullcontext():
+            with unseen():
                 for tensor in self._uninitialised:
                     _poison(tensor)
             for func, args, kwargs, kept in self._steps:
                 result = func(*args, **kwargs)
                 if kept:
-                    copy_results(kept, result)
+                    with unseen():
+                        _copy_results(kept, result)
 
 
 class _Recorder(DispatchMode):
@@ -173,11 +173,6 @@ def _copy_results(kept: tuple[torch.Tensor | None, ...], result: Any) -> None:
     for target, fresh in zip(kept, tensors_in(result), strict=True):
         if target is not None:
             aten.copy_.default(target, fresh)
-
-
-def _copy_results_unseen(kept: tuple[torch.Tensor | None, ...], result: Any) -> None:
-    with _disable_current_modes():
-        _copy_results(kept, result)
 
 
 def _frozen(value: Any) -> Any:
