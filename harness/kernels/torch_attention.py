@@ -85,11 +85,13 @@ def attend(
     values = values.permute(0, 2, 1, 3)
     keys = keys.permute(0, 2, 3, 1)
     rows = max(1, SCORES_PER_BLOCK // max(1, q.shape[0] * q.shape[2] * keys.shape[3]))
+    if rows >= q.shape[1]:
+        return _block(q, keys, values, spoils, seen, softmax).contiguous()
     blocks = [
         _block(queries, keys, values, spoils, visible, softmax)
         for queries, visible in zip(q.split(rows, 1), seen.split(rows, 1), strict=True)
     ]
-    return blocks[0].contiguous() if len(blocks) == 1 else torch.cat(blocks, 1)
+    return torch.cat(blocks, 1)
 
 
 def _block(

@@ -28,10 +28,10 @@ def check_lengths(kernel: str, paged: PagedKeys, query_lens: torch.Tensor) -> No
 
 
 def _lengths(paged: PagedKeys, query_lens: torch.Tensor) -> Iterator[ShapeCheck]:
-    shown = paged.seq_lens.tolist()
+    shown, queries = paged.seq_lens.tolist(), query_lens.tolist()
     yield min(shown) >= 0, "seq_lens", shown, ">= 0 each"
-    causal = bool((paged.seq_lens >= query_lens).all())
-    yield causal, "seq_lens", shown, f"at least the queries, {query_lens.tolist()}"
+    causal = all(keys >= own for keys, own in zip(shown, queries, strict=True))
+    yield causal, "seq_lens", shown, f"at least the queries, {queries}"
     longest, width = max(shown), paged.block_tables.shape[1]
     capacity = width * paged.page_size
     yield longest <= capacity, "seq_lens", shown, f"<= {capacity}, the block table's width"
