@@ -334,6 +334,20 @@ def test_an_injected_sleep_is_removed_when_the_trial_breaks():
     assert log[-1] == ("slow_down", None)
 
 
+def test_a_trial_that_breaks_between_its_passes_has_no_number():
+    flushes = iter([Flushed(tries=1, seconds=0.5)])
+
+    def empty(_):
+        if flushed := next(flushes, None):
+            return flushed
+        raise Busy("400")
+
+    trial = replace(trials([]), empty=empty).run(SLOT, parse("embedded:"), Server(), LOOP)
+    assert (trial.invalid, len(trial.samples)) == (("Busy: 400",), 6)
+    assert trial.metrics == {}, "numbers of some passes are none of the trial"
+    assert trial.counts == {}, "nor are their counts"
+
+
 def test_cached_tokens_after_a_flush_refute_it():
     trial = trials([], cached=2).run(SLOT, parse("embedded:"), Server(), LOOP)
     assert trial.conditions.cached_tokens == 24
@@ -373,6 +387,9 @@ def test_prompts_follow_from_the_id_and_begin_with_different_tokens():
     assert made != prompts(replace(LOOP, id="other"), text)
     assert [len(prompt) for prompt in made] == [3] * 6
     assert len({prompt[0] for prompt in made}) == 6
+    scarce = prompts(LOOP, [*range(6)] * 3)
+    begun = sorted(prompt[0] for prompt in scarce)
+    assert begun == [0, 1, 2, 3, 4, 5], "of six tokens each begins one prompt, or a cache finds it"
     for _, second, third in made:
         assert third == (second + 1) % 40
     with pytest.raises(UsageError, match="workload loop"):
