@@ -127,8 +127,10 @@ def test_without_speculation_there_are_no_steps_and_a_failure_leaves_no_number()
     found = metrics([plain])
     assert found["tpot"] == pytest.approx(8.0)
     assert not {"step_time", "accept_length", "itl"} & set(found)
-    some = replace(plain, samples=(*plain.samples, sample(20, 100, 11, 4)))
-    assert "step_time" not in metrics([some])
+    verified = sample(20, 100, 11, 4)
+    for samples in ((*plain.samples, verified), (verified, *plain.samples)):
+        some = metrics([replace(plain, samples=samples)])
+        assert "step_time" not in some, "of two requests one has no steps"
     assert metrics([plain, replace(plain, failures=("request 1: 503",))]) == {}
     assert metrics([]) == {}
 
