@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from logging import getLogger
 from typing import Any
 
 import pytest
 
-from fixtures.fakes.stub_server import Answerer, Reply, StubServer, script
+from fixtures.fakes.stub_server import Answerer, Asked, Reply, StubServer, script
 from harness.errors import ServerError
 from harness.server.client import sglang
 from harness.server.client.sglang import Answer, Client
@@ -77,8 +78,28 @@ def test_options_of_a_request_are_sent() -> None:
     assert asked.body["routed_dp_rank"] == 2
 
 
-def test_a_server_without_speculation_verifies_nothing() -> None:
-    with StubServer(script(Reply(body=body(5, verified=None, finish="stop")))) as server:
+@pytest.mark.parametrize("ignore_eos", [True, False])
+def test_every_form_of_a_request_says_whether_it_goes_on_after_the_end_token(
+    ignore_eos: bool,
+) -> None:
+    def answerer(asked: Asked) -> Reply:
+        if asked.body.get("stream"):
+            return Reply(pieces=[event(body(5)), event("[DONE]")])
+        return Reply(body=[body(5)])
+
+    with StubServer(answerer) as server:
+        client = Client(server.url)
+        client.generate_batch([PROMPT], 1, ignore_eos=ignore_eos)
+        list(client.stream(PROMPT, 1, ignore_eos=ignore_eos))
+    sent = [asked.body["sampling_params"]["ignore_eos"] for asked in server.asked]
+    assert sent == [ignore_eos] * 2, "a batch, a stream"
+
+
+@pytest.mark.parametrize("said", [{}, {"spec_verify_ct": None}])
+def test_a_server_without_speculation_verifies_nothing(said: dict[str, None]) -> None:
+    sent = body(5, verified=None, finish="stop")
+    sent["meta_info"] |= said
+    with StubServer(script(Reply(body=sent))) as server:
         found = Client(server.url).generate(PROMPT, 1)
     assert found == answer(5, verified=0, finish="stop")
 
@@ -356,20 +377,29 @@ def test_a_server_is_slowed_down_and_requests_are_aborted() -> None:
         client.slow_down(0.002)
         client.slow_down(None)
         client.abort("a1")
+        client.abort("")
         client.abort(None)
     assert [(asked.path, asked.body) for asked in server.asked] == [
         ("/slow_down", {"forward_sleep_time": 0.002}),
         ("/slow_down", {"forward_sleep_time": None}),
         ("/abort_request", {"rid": "a1"}),
+        ("/abort_request", {"rid": ""}),
         ("/abort_request", {"abort_all": True}),
     ]
 
 
-def test_threads_share_a_client() -> None:
-    def echo(asked: Any) -> Reply:
+def test_threads_share_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    together, warnings = threading.Barrier(16), list[str]()
+    monkeypatch.setattr(
+        getLogger("urllib3.connectionpool"), "warning", lambda *said: warnings.append(said[0])
+    )
+
+    def echo(asked: Asked) -> Reply:
+        together.wait(10)  # so many connections are open at a time
         return Reply(body=body(*asked.body["input_ids"]))
 
     with StubServer(echo) as server, ThreadPoolExecutor(16) as threads:
         client = Client(server.url)
         found = list(threads.map(lambda one: client.generate([one], 1), range(64)))
     assert [one.output_ids for one in found] == [(one,) for one in range(64)]
+    assert not warnings, "a connection that is not kept is opened anew within a measured request"

@@ -25,7 +25,7 @@ from harness.server.client.flush import flush
 from harness.server.engine_process import supervisor
 from harness.server.engine_process.messages import Ready, Reply
 from harness.server.engine_process.supervisor import Supervisor
-from harness.server.http.engine_client import Overloaded, Progress, WorkerLost
+from harness.server.http.engine_client import FlushRefused, Overloaded, Progress, WorkerLost
 from suites.server.test_serve import OPTIONS
 
 LONG = 400
@@ -216,6 +216,26 @@ def test_a_reply_to_who_has_left_is_dropped():
         return future
 
     assert asyncio.run(answered()).cancelled()
+
+
+@pytest.mark.parametrize(("timeout", "asked"), [(0.0, 1), (1.0, 2), (1.2, 3)])
+def test_a_flush_asks_the_engine_until_its_timeout(monkeypatch, timeout, asked):
+    async def flushed() -> int:
+        now, queries = itertools.count(100.0, 0.5), itertools.count(1)
+
+        async def busy(verb: str) -> Reply:
+            return Reply(next(queries), None, f"{verb}: 2 requests run")
+
+        monkeypatch.setattr(supervisor, "FLUSH_POLL_S", 0.0)
+        engine = SimpleNamespace(
+            _flushing=False, _loop=SimpleNamespace(time=lambda: next(now)), _query=busy
+        )
+        with pytest.raises(FlushRefused, match="2 requests run"):
+            await Supervisor.flush(engine, timeout)
+        return next(queries) - 1
+
+    told = "two answers a second: a flush is refused by the first at its deadline or behind it"
+    assert asyncio.run(flushed()) == asked, told
 
 
 def test_every_loss_of_the_engine_is_counted():

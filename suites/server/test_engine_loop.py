@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from harness.server.engine_process import loop
-from harness.server.engine_process.loop import EngineLoop
+from harness.server.engine_process.loop import ActiveRequest, EngineLoop
 from harness.server.engine_process.messages import EngineCommand, Query, Ready, Reply, Submit
 
 VOCAB_SIZE, EOS = 100, 2
@@ -97,3 +97,47 @@ def test_the_state_of_an_engine_counts_who_waits_apart_from_who_runs() -> None:
 @pytest.mark.parametrize("is_read", [True, False], ids=["all_read", "something_unread"])
 def test_an_engine_ends_with_its_server(monkeypatch: pytest.MonkeyPatch, is_read: bool) -> None:
     assert served(monkeypatch, is_read=is_read) == []
+
+
+def active(*ids: int, most: int, finished: bool = True) -> ActiveRequest:
+    """A request with these tokens, of which the end token is one."""
+    generation = SimpleNamespace(token_ids=list(ids), cached_tokens=0, spec_verify_ct=2)
+    request: Any = SimpleNamespace(
+        generation=generation, max_new_tokens=most, finished=finished, eos=EOS
+    )
+    return ActiveRequest("a", request, started=5.0, stream=False)
+
+
+@pytest.mark.parametrize(
+    ("most", "finished", "reason"),
+    [(3, True, "stop"), (2, True, "length"), (3, False, "")],
+    ids=["before_the_limit", "at_the_limit", "in_the_middle"],
+)
+def test_an_answer_of_the_most_tokens_ends_by_its_length(
+    most: int, finished: bool, reason: str
+) -> None:
+    found = active(7, EOS, most=most, finished=finished).finish_reason
+    assert found == reason, "sglang asks for the length before it asks for the end token"
+
+
+def test_the_latency_of_the_engine_is_the_time_since_it_got_the_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: 7.5)
+    told = active(7, most=1).progress("length", speculative=True).engine_s
+    assert told == 2.5, "seconds from the request at 5.0 to its progress at 7.5"
+
+
+@pytest.mark.parametrize("part", [0.0, 0.05, 0.5])
+def test_a_slowdown_is_a_part_of_each_step(monkeypatch: pytest.MonkeyPatch, part: float) -> None:
+    slept: list[float] = []
+    now = iter([10.0, 12.0, 20.0, 26.0])
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(loop.time, "sleep", slept.append)
+    engine: Any = SimpleNamespace(
+        _slowdown=part, _sleep_s=0.0, _active={}, _scheduler=SimpleNamespace(step=lambda: None)
+    )
+    for _ in range(2 if part else 1):
+        EngineLoop._step(engine)
+    due = [2.0 * part, 6.0 * part] if part else []
+    assert slept == due, f"steps of 2 and of 6 s are longer by {part:g} of their time"

@@ -86,10 +86,11 @@ def test_a_server_that_answers_400_is_busy_and_has_not_flushed() -> None:
 
 def test_busy_is_tried_again_until_it_succeeds() -> None:
     with StubServer(script(BUSY, BUSY, DONE)) as server:
-        flushed = flush(f"{server.url}/", deadline_s=9.0, api_key="secret")
+        flushed = flush(f"{server.url}/behind/", deadline_s=9.0, api_key="secret")
     assert flushed.tries == len(server.asked) == 3
     assert 0 < flushed.seconds < 5
-    assert {(asked.method, asked.path) for asked in server.asked} == {("POST", "/flush_cache")}
+    asked_for = {(asked.method, asked.path) for asked in server.asked}
+    assert asked_for == {("POST", "/behind/flush_cache")}
     assert {asked.headers["authorization"] for asked in server.asked} == {"Bearer secret"}
 
 

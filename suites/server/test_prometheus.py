@@ -81,3 +81,39 @@ def test_what_can_never_be_served_is_no_failure(
     found = {name: n for name, n in samples(metrics).items() if name.startswith("num_requests")}
     told = "a server fails where it cannot answer what it accepts, not where it refuses"
     assert found == counted, f"{told}: {found}"
+
+
+def test_a_flush_begins_the_accept_length_anew() -> None:
+    metrics = Metrics()
+    for tokens, verifies in ((90, 10), (8, 4)):
+        reason = {"type": "length"}
+        counts = {"completion_tokens": tokens, "spec_verify_ct": verifies, "cached_tokens": 0}
+        metrics.flushed()
+        metrics.answered(3, counts | {"finish_reason": reason})
+    assert metrics.accept_length == 2.0, "8 tokens of 4 verifies since the flush"
+
+
+def test_a_stream_that_loses_its_engine_ends_as_every_stream() -> None:
+    async def lost() -> AsyncGenerator[dict[str, Any], None]:
+        yield {"text": "a"}
+        raise WorkerLost("the engine was lost")
+
+    async def events() -> list[str]:
+        engine: Any = None
+        handler = GenerateHandler(engine, Metrics())
+        return [event async for event in handler.events(lost())]
+
+    _, fault, *end = asyncio.run(events())
+    assert "the engine was lost" in fault
+    assert end == ["data: [DONE]\n\n"], "clients wait for the end, behind an error too"
+
+
+def test_a_batch_of_one_prompt_is_answered_by_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def last(self: object, asked: Any, index: int) -> dict[str, Any]:
+        return {"text": asked.prompts[index]}
+
+    engine: Any = None
+    monkeypatch.setattr(GenerateHandler, "_last", last)
+    asked = GenerateRequest.model_validate({"text": ["a"]}).to_input()
+    answered = asyncio.run(GenerateHandler(engine, Metrics()).response(asked))
+    assert answered == [{"text": "a"}], "a list of prompts is answered by a list, of one too"

@@ -169,6 +169,8 @@ def test_ragged_keys_have_a_window_and_values_a_size_of_their_own() -> None:
     values = VALUES[20:23, :, : DIM // 2]
     out = ragged.forward(q, KEYS[20:23], values, causal=True, sm_scale=SCALE, window_left=1)
     close(out, dense(q, [20, 21, 22], window=1)[..., : DIM // 2], "a planned window is kept")
+    with pytest.raises(KernelRefusal, match=r"v\.head_dim = 64 .* 32, as planned"):
+        ragged.forward(q, KEYS[20:23], VALUES[20:23], causal=True)
 
 
 def per_head(**changes: Any) -> Any:
@@ -252,6 +254,19 @@ def test_the_logarithm_is_of_base_two() -> None:
     q = torch.zeros(2, HEADS, DIM, dtype=BF16)
     _, lse = planned_decode().forward_return_lse(q, (KEYS, VALUES), sm_scale=SCALE)
     assert lse[:, 0].tolist() == pytest.approx([math.log2(3), math.log2(5)])
+    part, three, five = (
+        drawn(1, HEADS, DIM),
+        *(torch.full((1, HEADS), math.log2(n)) for n in (3, 5)),
+    )
+    _, eight = merge_state(part, three, part, five)
+    assert eight.tolist() == [pytest.approx([3.0] * HEADS)], "3 and 5 equal keys merge to 8 of them"
+
+
+def test_a_merge_refuses_another_dtype_than_that_of_logarithms() -> None:
+    v, s = drawn(3, HEADS, DIM), drawn(3, HEADS)
+    for name, pair in (("s_a", (s.to(BF16), s)), ("s_b", (s, s.to(BF16)))):
+        with pytest.raises(KernelRefusal, match=f"{name}.dtype"):
+            merge_state(v, pair[0], v, pair[1])
 
 
 @pytest.mark.parametrize(
@@ -303,6 +318,30 @@ def test_a_run_refuses_a_query_that_was_not_planned(q: torch.Tensor, named: str)
         wrapper.forward(q, (KEYS, VALUES), sm_scale=SCALE)
 
 
+def test_a_scale_is_that_of_one_run() -> None:
+    q, wrapper = drawn(2, HEADS, DIM).to(BF16), planned_decode()
+    plain = wrapper.forward(q, (KEYS, VALUES))
+    scaled = wrapper.forward(q, (KEYS, VALUES), sm_scale=8 * SCALE)
+    assert not torch.equal(scaled, plain)
+    again = wrapper.forward(q, (KEYS, VALUES))
+    assert torch.equal(again, plain), "a run without a scale has that of its head_dim"
+
+
+def test_a_run_refuses_values_of_other_heads_than_its_keys() -> None:
+    q = drawn(2, HEADS, DIM).to(BF16)
+    with pytest.raises(KernelRefusal, match=r"values\.heads = 1 .* 2"):
+        planned_decode().forward(q, (KEYS, VALUES[:, :1]), sm_scale=SCALE)
+
+
+def test_what_the_stand_in_does_not_compute_is_refused() -> None:
+    q = drawn(2, HEADS, DIM).to(BF16)
+    with pytest.raises(KernelRefusal, match=r"logits_soft_cap = 30\.0 .* 0"):
+        planned_decode().forward(q, (KEYS, VALUES), logits_soft_cap=30.0)
+    planned_decode().forward(q, (KEYS, VALUES), logits_soft_cap=0.0)
+    with pytest.raises(KernelRefusal, match=r"kv_layout = .HND. .* NHD"):
+        BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "HND")
+
+
 def test_a_run_needs_a_plan() -> None:
     wrapper = BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "NHD")
     with pytest.raises(KernelRefusal, match="a plan before it"):
@@ -352,7 +391,9 @@ def test_a_replay_refuses_more_keys_than_were_planned() -> None:
         tape.replay()
     arguments = (buffers["paged_kv_last_page_len_buffer"], HEADS, KV_HEADS, DIM, 1)
     indices = buffers["paged_kv_indices_buffer"]
-    fast_decode_plan(wrapper, longer, indices, *arguments, global_override_indptr_cpu=longer)
+    # What the device has there is of another step: the host's lengths are planned for.
+    other = int32(0, 1, 2)
+    fast_decode_plan(wrapper, other, indices, *arguments, global_override_indptr_cpu=longer)
     tape.replay()
     close(out[:1], dense(q[:1], indices[:4].tolist()))
 
@@ -403,11 +444,31 @@ def test_a_plan_for_a_graph_refuses_a_list_longer_than_its_buffer() -> None:
         planned_decode(wrapper=wrapper, indices=torch.zeros(13, dtype=torch.int32))
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"qo_indptr": int32(0, 2)}, "qo_indptr_buf size = 2 .* 3, the buffer's"),
+        ({"paged_kv_last_page_len": int32(1)}, "last_page_len_buf size = 1 .* 2, the buffer's"),
+    ],
+    ids=["queries", "pages"],
+)
+def test_a_plan_for_a_graph_refuses_fewer_requests_than_were_captured(
+    changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(KernelRefusal, match=named):
+        planned_prefill(wrapper=graph_prefill(), **changes)
+
+
 def test_a_wrapper_for_graphs_needs_its_buffers() -> None:
     with pytest.raises(KernelRefusal, match="paged_kv_indptr_buf"):
         BatchPrefillWithPagedKVCacheWrapper(
             WORKSPACE, "NHD", use_cuda_graph=True, qo_indptr_buf=int32(0, 1)
         )
+    for short in (int32(0, 0), int32(0, 0, 0, 0)):
+        with pytest.raises(KernelRefusal, match=f"indptr_buf size = {len(short)} .* 3"):
+            BatchDecodeWithPagedKVCacheWrapper(
+                WORKSPACE, "NHD", True, False, short, int32(*range(12)), int32(1, 1)
+            )
 
 
 @pytest.mark.parametrize(
@@ -430,9 +491,10 @@ def test_mla_replays_lengths_of_the_last_plan_and_slots_of_its_buffer() -> None:
     buffers = [int32(0, 1), int32(0, 0), torch.zeros(8, dtype=torch.int32), int32(0)]
     wrapper = BatchMLAPagedAttentionWrapper(WORKSPACE, True, *buffers)
 
-    def plan(count: int) -> None:
+    def plan(listed: int, seen: int | None = None) -> None:
         options = (2, rank, rope, 1, False, SCALE, BF16, BF16)
-        wrapper.plan(int32(0, 1), int32(0, count), int32(*range(count)), int32(count), *options)
+        slots, lens = int32(*range(listed)), int32(listed if seen is None else seen)
+        wrapper.plan(int32(0, 1), int32(0, listed), slots, lens, *options)
 
     plan(2)
     q, tape = torch.zeros(1, 2, rank + rope, dtype=BF16), Tape()
@@ -451,6 +513,36 @@ def test_mla_replays_lengths_of_the_last_plan_and_slots_of_its_buffer() -> None:
     buffers[1].fill_(5)  # the kernel has no use for this buffer
     tape.replay()
     close(out, mean(9, 8, 7, 6))
+    plan(4, seen=3)
+    tape.replay()
+    close(out, mean(0, 1, 2), "kv_len_arr says how many of the listed slots there are")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"page_size": 16}, "page_size = 16 .* 1"),
+        ({"kv_len_arr": int32(2, 1)}, "kv_len_arr size = 2 .* 1"),
+    ],
+    ids=["pages", "lengths"],
+)
+def test_an_mla_plan_refuses(changes: dict[str, Any], named: str) -> None:
+    arguments: dict[str, Any] = {
+        "qo_indptr": int32(0, 1),
+        "kv_indptr": int32(0, 3),
+        "kv_indices": int32(9, 4, 30),
+        "kv_len_arr": int32(3),
+        "num_heads": 2,
+        "head_dim_ckv": 512,
+        "head_dim_kpe": 64,
+        "page_size": 1,
+        "causal": False,
+        "sm_scale": SCALE,
+        "q_data_type": BF16,
+        "kv_data_type": BF16,
+    }
+    with pytest.raises(KernelRefusal, match=named):
+        BatchMLAPagedAttentionWrapper(WORKSPACE).plan(**arguments | changes)
 
 
 def test_mla_is_causal_where_its_plan_is() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -24,7 +26,9 @@ from harness.sglang.stubs.sgl_kernel import sgl_per_tensor_quant_fp8
 FP8 = torch.float8_e4m3fn
 
 
-def decode(query: torch.Tensor, bmm1_scale: float | torch.Tensor) -> torch.Tensor:
+def decode(
+    query: torch.Tensor, bmm1_scale: float | torch.Tensor, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """One request of two keys on trtllm-gen, whose cache is FP8."""
     generator = torch.Generator().manual_seed(1)
     cache = torch.randn(2, 1, 16, 64, generator=generator).to(FP8)
@@ -38,7 +42,16 @@ def decode(query: torch.Tensor, bmm1_scale: float | torch.Tensor) -> torch.Tenso
             16,
             bmm1_scale=bmm1_scale,
             out_dtype=torch.bfloat16,
+            sinks=sinks,
         )
+
+
+def test_a_sink_takes_its_part_of_a_decode() -> None:
+    query = torch.zeros(1, 2, 64).to(FP8)
+    plain, sunk = (decode(query, 0.25, sinks) for sinks in (None, torch.tensor([0.0, 2.0]).log()))
+    # Two equal keys of weight 1 each, beside nothing and beside a sink of weight 2.
+    expected = plain.double() * torch.tensor([[[1.0], [0.5]]], dtype=torch.float64)
+    close(sunk, expected, "a head's sink is one more key without a value")
 
 
 def test_a_scale_on_the_device_is_the_same_scale() -> None:
@@ -185,6 +198,33 @@ def test_a_prefill_sees_each_requests_keys_up_to_its_own() -> None:
     with served_by(TorchPaged(CAPABILITIES[Family.MHA, "trtllm_gen"])):
         out = trtllm_batch_context_with_kv_cache(query, caches, torch.empty(0), tables, **PREFILL)
     close(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("entry", "changes", "named"),
+    [
+        (trtllm_batch_context_with_kv_cache, {"batch_size": 1}, "batch_size = 1 .* 2"),
+        (trtllm_batch_context_with_kv_cache, {"causal": False}, "causal = False"),
+        (trtllm_fmha_v2_prefill, {"mask_mode": "padding"}, "mask_mode = 'padding' .* causal"),
+    ],
+    ids=["batch_size", "causal", "mask_mode"],
+)
+def test_a_prefill_refuses_another_batch_and_another_mask(
+    entry: Callable[..., torch.Tensor], changes: dict[str, object], named: str
+) -> None:
+    query, caches, _ = prefilled(None)
+    tables = torch.tensor([[2], [1]], dtype=torch.int32)
+    given = (
+        (query, caches)
+        if entry is trtllm_batch_context_with_kv_cache
+        else ((query, caches), "Q_PAGED_KV_HND")
+    )
+    arguments = PREFILL | {"workspace_buffer": torch.zeros(1 << 12), "block_tables": tables}
+    with (
+        served_by(TorchPaged(CAPABILITIES[Family.MHA, "trtllm_gen"])),
+        pytest.raises(KernelRefusal, match=named),
+    ):
+        entry(*given, **arguments | changes)
 
 
 def test_a_prefill_on_sm90_has_sinks_and_leaves_its_workspace_dirty() -> None:

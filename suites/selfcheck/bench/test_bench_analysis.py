@@ -146,8 +146,13 @@ def test_equal_arms_that_launch_unequal_kernels_are_invalid(tmp_path, role, verd
     assert judged(path).reasons[0] == "count kernels: A 7, B 8"
 
 
-def test_a_workload_whose_slowdown_nobody_saw_is_not_vouched_for_by_another():
-    found = findings(synthetic_bench.run_lines(), detectable_too=False)
+@pytest.fixture(scope="module")
+def found():
+    """Findings of a run whose controls are as they should be."""
+    return findings(synthetic_bench.run_lines(), detectable_too=False)
+
+
+def test_a_workload_whose_slowdown_nobody_saw_is_not_vouched_for_by_another(found):
     assert not verdict(found).reasons
     unseen = Role.INJECTED, synthetic_bench.WORKLOADS[1].id
     blind = [
@@ -159,14 +164,23 @@ def test_a_workload_whose_slowdown_nobody_saw_is_not_vouched_for_by_another():
     assert verdict(blind).reasons == ("control injected slowdown: ok instead of regressed",)
 
 
-def test_a_slowdown_that_one_of_the_slowed_metrics_shows_is_seen():
-    found = findings(synthetic_bench.run_lines(), detectable_too=False)
+def test_a_slowdown_that_one_of_the_slowed_metrics_shows_is_seen(found):
     (first, *_) = [f for f in found if f.role is Role.INJECTED and f.metric in SLOWED]
     blind = first.with_evidence(replace(first.evidence, verdict=BenchVerdict.OK))
     others = [f for f in found if f is not first]
     other = replace(first, metric=next(name for name in SLOWED if name != first.metric))
     assert not verdict([blind, other, *others]).reasons
     assert not verdict([other, blind, *others]).reasons
+
+
+def test_equal_arms_that_differ_in_any_metric_make_a_run_invalid(found):
+    same = [f for f in found if f.role is Role.SAME and not f.is_part]
+    assert len(same) > 1
+    for alarmed in same:
+        alarm = alarmed.with_evidence(replace(alarmed.evidence, verdict=BenchVerdict.REGRESSED))
+        run = verdict([alarm if f is alarmed else f for f in found])
+        told = ("control A/A: regressed instead of ok or inconclusive",)
+        assert run.reasons == told, f"of equal arms {alarmed.id} alone is regressed"
 
 
 def test_a_run_says_why_its_control_failed(tmp_path):
@@ -444,3 +458,12 @@ def test_a_block_that_was_cut_off_counts_as_it_was_measured_again(tmp_path):
     cut_off = replace(lines[place], metrics={"tpot": 99.0})
     again = [*lines[:place], cut_off, *lines[place:]]
     assert [f.evidence for f in findings(again)] == [f.evidence for f in findings(lines)]
+
+
+def test_blocks_are_in_their_order_whichever_was_measured_first(tmp_path):
+    session, _ = records(tmp_path / "bench.jsonl", blocks=3)
+    trials = [line for line in read(tmp_path / "bench.jsonl") if isinstance(line, Trial)]
+    later = sorted(trials, key=lambda trial: (trial.block == 0, -trial.place))
+    (case,) = session.cases
+    said = "block 0 is the first although it was measured, backwards, after the others"
+    assert blocks_of(session, later, case) == blocks_of(session, trials, case), said

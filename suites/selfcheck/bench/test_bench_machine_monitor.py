@@ -66,6 +66,13 @@ def test_a_trial_is_as_hot_as_its_hottest_moment():
     assert monitor.facts()["celsius"] == 71.0
 
 
+def test_the_clock_of_a_trial_is_that_of_most_of_it():
+    monitor = MachineMonitor(gpu=Gpu())
+    monitor.readings = [reading(mhz=mhz) for mhz in (1980.0, 1200.0, 345.0, 1230.0, 1215.0)]
+    said = "neither the boost before the load nor the idle clock after it: the median"
+    assert monitor.facts()["mhz"] == 1215.0, said
+
+
 def test_a_single_reading_tells_the_power_cap():
     with MachineMonitor(gpu=Gpu()) as monitor:
         pass

@@ -127,8 +127,10 @@ def test_without_speculation_there_are_no_steps_and_a_failure_leaves_no_number()
     found = metrics([plain])
     assert found["tpot"] == pytest.approx(8.0)
     assert not {"step_time", "accept_length", "itl"} & set(found)
-    some = replace(plain, samples=(*plain.samples, sample(20, 100, 11, 4)))
-    assert "step_time" not in metrics([some])
+    verified = sample(20, 100, 11, 4)
+    for samples in ((*plain.samples, verified), (verified, *plain.samples)):
+        some = metrics([replace(plain, samples=samples)])
+        assert "step_time" not in some, "of two requests one has no steps"
     assert metrics([plain, replace(plain, failures=("request 1: 503",))]) == {}
     assert metrics([]) == {}
 
@@ -334,6 +336,20 @@ def test_an_injected_sleep_is_removed_when_the_trial_breaks():
     assert log[-1] == ("slow_down", None)
 
 
+def test_a_trial_that_breaks_between_its_passes_has_no_number():
+    flushes = iter([Flushed(tries=1, seconds=0.5)])
+
+    def empty(_):
+        if flushed := next(flushes, None):
+            return flushed
+        raise Busy("400")
+
+    trial = replace(trials([]), empty=empty).run(SLOT, parse("embedded:"), Server(), LOOP)
+    assert (trial.invalid, len(trial.samples)) == (("Busy: 400",), 6)
+    assert trial.metrics == {}, "numbers of some passes are none of the trial"
+    assert trial.counts == {}, "nor are their counts"
+
+
 def test_cached_tokens_after_a_flush_refute_it():
     trial = trials([], cached=2).run(SLOT, parse("embedded:"), Server(), LOOP)
     assert trial.conditions.cached_tokens == 24
@@ -373,6 +389,9 @@ def test_prompts_follow_from_the_id_and_begin_with_different_tokens():
     assert made != prompts(replace(LOOP, id="other"), text)
     assert [len(prompt) for prompt in made] == [3] * 6
     assert len({prompt[0] for prompt in made}) == 6
+    scarce = prompts(LOOP, [*range(6)] * 3)
+    begun = sorted(prompt[0] for prompt in scarce)
+    assert begun == [0, 1, 2, 3, 4, 5], "of six tokens each begins one prompt, or a cache finds it"
     for _, second, third in made:
         assert third == (second + 1) % 40
     with pytest.raises(UsageError, match="workload loop"):
