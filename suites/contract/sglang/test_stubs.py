@@ -261,23 +261,6 @@ def test_a_prefill_on_sm90_takes_both_caches_in_one_tensor_layer_after_layer() -
             close(out, expected, "of [pages, 2, page_size, heads, dim] keys are 0 and values are 1")
 
 
-def test_a_prefill_on_sm90_refuses_another_mask() -> None:
-    query, caches, _ = prefilled(None)
-    tables, workspace = torch.tensor([[[2], [2]], [[1], [1]]], dtype=torch.int32), torch.zeros(64)
-    with (
-        served_by(TorchPaged(CAPABILITIES[Family.MHA, "xqa"])),
-        pytest.raises(KernelRefusal, match="mask_mode = 'padding' is not accepted"),
-    ):
-        trtllm_fmha_v2_prefill(
-            (query, caches),
-            "Q_PAGED_KV_HND",
-            workspace,
-            block_tables=tables,
-            mask_mode="padding",
-            **PREFILL,
-        )
-
-
 @pytest.mark.parametrize("has_heads", [True, False])
 def test_a_latent_cache_is_read_with_or_without_its_head(has_heads: bool) -> None:
     pages, size, rank, rope = 3, 32, 512, 64
