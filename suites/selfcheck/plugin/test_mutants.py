@@ -350,6 +350,7 @@ def test_a_killer_that_is_red_without_the_mutant_notices_nothing(
     recording: Recording, copy: Copy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     green = {**recording._green, "suites/test_wrong.py::test_wrong": (0.0, 0.0)}
+    recording = Recording(recording._lines.parent, recording._root)
     monkeypatch.setattr(recording, "_green", green)
     killers = {"unseen": "suites/test_wrong.py::test_wrong"}
     told: list[Outcome] = []
