@@ -442,13 +442,23 @@ def test_a_process_that_ends_while_it_notes_leaves_the_last_whole_note(
     assert noted == {"asked": 1, "now": "test_first"}
 
 
-def test_no_plugin_of_pytest_is_imported_before_the_fork(copy: Copy) -> None:
-    asker = copy.root / "fixtures" / "mutation" / "asker.py"  # which a fork imports
+@pytest.fixture
+def own_asker(copy: Copy) -> Iterator[Path]:
+    """What a fork imports, as it was after the test."""
+    asker = copy.root / "fixtures" / "mutation" / "asker.py"
     its_own = asker.read_text()
-    asker.write_text(TELLS_PLUGINS)
-    try:
-        _, noted = copy.ask(None, (), 60.0)
-    finally:
-        asker.write_text(its_own)
+    yield asker
+    asker.write_text(its_own)
+
+
+def test_no_plugin_of_pytest_is_imported_before_the_fork(copy: Copy, own_asker: Path) -> None:
+    own_asker.write_text(TELLS_PLUGINS)
+    _, noted = copy.ask(None, (), 60.0)
     said = "pytest warns of a plugin that was imported before it ran"
     assert noted["imported"] == [], f"{said}: {noted}"
+
+
+def test_a_mutant_of_the_notes_themselves_ends_no_table(copy: Copy, own_asker: Path) -> None:
+    own_asker.write_text("def run(notes, **_):\n    open(notes, 'w').write('{\"asked\": ')\n")
+    fate, noted = copy.ask(None, (), 60.0)
+    assert (fate, noted["message"]) == (Fate.KILLED, "what it noted is no JSON")
