@@ -448,6 +448,15 @@ def test_without_randomised_orders_the_second_place_is_rejected():
     )
 
 
+def test_a_machine_without_noise_shows_the_slowdown_and_its_drift_alone():
+    quiet = replace(
+        simulation.SCENARIOS["3% slower, pairs, delta0 1 %"],
+        noise=lambda random, shape: np.zeros(shape),
+    )
+    seen = simulation.effects(quiet, 5, np.random.default_rng(1))
+    assert np.abs(seen - np.log(1.03)).max() == pytest.approx(simulation.DRIFT)
+
+
 def test_three_percent_are_found_and_rarely_accepted_as_equivalent():
     found = simulation.simulate(simulation.SCENARIOS["3% slower, quads, delta0 0.5 %"], 4000)
     assert found.by_verdict[BenchVerdict.REGRESSED] >= 0.9 - 0.01
