@@ -11,6 +11,8 @@ import torch
 from harness.core.case import Case
 from harness.differential.input_types import ROPE_THETA, ProbeWeights
 
+Cast = Callable[[torch.Tensor, Sequence[float]], torch.Tensor]
+"""Of rows [L, …], given the scale of each layer."""
 TOKENS_AT_ONCE = 1 << 10
 """Long rows are bound by memory: what lies between two dtypes takes eight times what is kept."""
 
@@ -42,7 +44,7 @@ def dense_rows(
     tokens: torch.Tensor,
     positions: torch.Tensor,
     queries: int,
-    cast: Callable[[torch.Tensor, Sequence[float]], torch.Tensor] = uncast,
+    cast: Cast = uncast,
 ) -> DenseRows:
     """Rows of tokens [n] at positions [n]: looked up, rotated in float64, rounded once.
 

@@ -11,7 +11,7 @@ import torch
 
 from harness.core.case import Case, Execution, KVDtype, Mode
 from harness.core.numerics import PLAIN, Numerics
-from harness.differential.dense import DenseRows, cast_by_layer, dense_rows, uncast
+from harness.differential.dense import Cast, DenseRows, cast_by_layer, dense_rows, uncast
 from harness.differential.input_types import ProbeWeights, TrialInputs
 from harness.oracle import attend, low_precision_attend, quantize_dequantize
 
@@ -173,11 +173,7 @@ def _from_cache(rows: torch.Tensor, scales: Sequence[float]) -> torch.Tensor:
     return cast_by_layer(rows, scales, torch.float64, quantize_dequantize)
 
 
-def _exact_rows(
-    problem: DenseProblem,
-    i: int,
-    cast: Callable[[torch.Tensor, Sequence[float]], torch.Tensor] = uncast,
-) -> DenseRows:
+def _exact_rows(problem: DenseProblem, i: int, cast: Cast = uncast) -> DenseRows:
     """The rows of a request before anything is cast to FP8, or with a ``cast`` of the cache's."""
     new, fed = problem.new_tokens[i], problem.fed_tokens
     if fed is not None:

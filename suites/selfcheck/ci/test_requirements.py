@@ -12,6 +12,7 @@ import pytest
 from packaging.utils import canonicalize_name
 
 from ci.nightly.checks import requirements
+from fixtures.mutation.planting import statements
 from harness.core.paths import ROOT
 
 pytestmark = pytest.mark.untraced
@@ -28,9 +29,7 @@ installed = cache(packages_distributions)
 
 def imported(source: str) -> Iterator[str]:
     """Top-level names of the packages that a module imports, wherever in it."""
-    every: list[ast.AST] = [ast.parse(source)]
-    for node in every:  # as ast.walk, without expressions: they import nothing
-        every += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
+    for node in statements(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
