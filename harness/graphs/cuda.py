@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
 import torch
 
+from harness.core.collector import collector_off
 from harness.core.dispatch_mode import DispatchMode, tensors_in
 from harness.errors import CaptureViolation, ContractError, UsageError, rejected
 from harness.graphs.cuda_nodes import kernel_names, node_counts
@@ -87,6 +87,7 @@ class CudaGraph:
             raise ContractError("a graph is captured once; make another one")
         torch.cuda.synchronize(self._device)
         stream = torch.cuda.stream(capture_stream(self._device))
+        # A graph that is destroyed meanwhile would break off the capture.
         with torch.no_grad(), stream, collector_off():
             try:
                 result = self._recorded(run)
@@ -144,18 +145,6 @@ class CudaGraph:
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(index, self._pool)
             torch._C._cuda_releasePool(index, self._pool)
-
-
-@contextmanager
-def collector_off() -> Iterator[None]:
-    """No garbage is collected inside: a graph destroyed there would break off the capture."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @cache

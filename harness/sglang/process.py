@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from harness.core.collector import importing
 from harness.core.environment import installed
 from harness.errors import UsageError, rejected
 from harness.graphs.triton_launches import watch_interpreter
@@ -92,7 +93,7 @@ def _stand_in(release: Release, source: Path) -> None:
     os.environ["SGLANG_FLASHINFER_WORKSPACE_SIZE"] = str(WORKSPACE_BYTES)
     sys.path[:0] = [str(source), str(packages)]
     sys.meta_path.insert(0, StubFinder())
-    with warnings.catch_warnings():
+    with importing(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module in ("sglang.srt.utils.common", "sglang.srt.utils"):
             vars(import_module(module))["is_flashinfer_available"] = lambda: True

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 import sys
 from multiprocessing.connection import Connection
 
+from harness.core.collector import importing
 from harness.errors import SpecgateError
 from harness.server.engine_process.messages import EngineOptions
 
@@ -15,11 +15,8 @@ def run(pipe: Connection, options: EngineOptions) -> None:
     """Serve commands until the pipe closes; end with 2 where the options make no engine."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The HTTP process decides when to end.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    gc.disable()  # torch's import makes no garbage, and would take a fifth longer to find none
-    from harness.server.engine_process.loop import EngineLoop
-
-    gc.freeze()  # no step waits for a collection that goes through all of torch
-    gc.enable()
+    with importing():
+        from harness.server.engine_process.loop import EngineLoop
     try:
         loop = EngineLoop(pipe, options)
     except SpecgateError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,51 +23,76 @@ VERIFY = f"mha-target_verify-bs2_ragged-sglang-{NEWEST}/trtllm_mha/xqa-eager"
 STEPS = [[6, 131], [7, 132], [8, 133], [9, 134]]
 
 
-def run(text: str, folder: Path) -> tuple[int, list[str]]:
-    """Exit code and lines of a script with the release alone on the path."""
+# A process imports sglang once for all scripts; nothing of specgate can be imported there.
+RUN = """
+import gc, runpy, sys
+
+gc.disable()
+sys.modules.update(harness=None, fixtures=None)
+for script in sys.argv[1:]:
+    print("begin", flush=True)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as ended:
+        print("ended with", int(ended.code))
+"""
+
+
+@pytest.fixture(scope="module")
+def obtained(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+    """Lines of each of ``SCRIPTS``, and how it ended, with the release alone on the path."""
     release = find_release(NEWEST)
     if not (source_of(release) / "sglang").is_dir():
         pytest.skip(f"sglang {NEWEST} is not installed: specgate upstream --install {NEWEST}")
-    path = folder / "script.py"
-    blocked = "import sys; sys.modules.update(harness=None, fixtures=None)\n"
-    path.write_text(blocked + text, encoding="utf-8")
-    paths = os.pathsep.join(map(str, (source_of(release), packages_of(release))))
+    folder = tmp_path_factory.mktemp("scripts")
+    paths = [folder / f"{number}.py" for number in range(len(SCRIPTS))]
+    for path, text in zip(paths, SCRIPTS, strict=True):
+        path.write_text(text(), encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(path)],
+        [sys.executable, "-W", "ignore", "-c", RUN, *map(str, paths)],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": paths},
+        env=os.environ | {"PYTHONPATH": f"{source_of(release)}{os.pathsep}{packages_of(release)}"},
         capture_output=True,
         text=True,
         check=False,
         timeout=300,
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
-    assert lines, done.stderr[-2000:]
-    return done.returncode, lines
+    told = done.stdout.partition("begin\n")[2].split("begin\n")
+    assert len(told) == len(SCRIPTS), done.stderr[-2000:]
+    return [text.splitlines() for text in told]
 
 
-def test_the_red_draft_of_mla_ends_with_1(tmp_path: Path) -> None:
-    code, lines = run(script(*find_trial(MLA)), tmp_path)
-    wanted = [f"step {i}: lengths obtained [5, 130], expected {n}" for i, n in enumerate(STEPS)]
-    assert (code, lines) == (1, wanted)
-
-
-def test_the_green_draft_of_mha_ends_with_0(tmp_path: Path) -> None:
-    code, lines = run(script(*find_trial(MHA)), tmp_path)
-    wanted = [f"step {i}: lengths obtained {n}, expected {n}" for i, n in enumerate(STEPS)]
-    assert (code, lines) == (0, wanted)
-
-
-def test_a_page_table_of_other_pages_ends_with_1(tmp_path: Path) -> None:
+def with_other_pages() -> str:
+    """A script whose page table is not the one that it expects."""
     text = script(*find_trial(VERIFY))
     other = text.replace("(page_ids[:, :, None]", "(page_ids.flip(0)[:, :, None]")
     assert other != text
-    code, lines = run(other, tmp_path)
-    assert code == 1
-    assert [line.partition(" obtained")[0] for line in lines] == [
+    return other
+
+
+SCRIPTS: tuple[Callable[[], str], ...] = (
+    lambda: script(*find_trial(MLA)),
+    lambda: script(*find_trial(MHA)),
+    with_other_pages,
+)
+
+
+def test_the_red_draft_of_mla_ends_with_1(obtained: list[list[str]]) -> None:
+    wanted = [f"step {i}: lengths obtained [5, 130], expected {n}" for i, n in enumerate(STEPS)]
+    assert obtained[0] == [*wanted, "ended with 1"]
+
+
+def test_the_green_draft_of_mha_ends_with_0(obtained: list[list[str]]) -> None:
+    wanted = [f"step {i}: lengths obtained {n}, expected {n}" for i, n in enumerate(STEPS)]
+    assert obtained[1] == [*wanted, "ended with 0"]
+
+
+def test_a_page_table_of_other_pages_ends_with_1(obtained: list[list[str]]) -> None:
+    assert [line.partition(" obtained")[0] for line in obtained[2]] == [
         "step 0: lengths",
         "step 0: page table of request 0",
         "step 0: page table of request 1",
+        "ended with 1",
     ]
 
 
