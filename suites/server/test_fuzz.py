@@ -18,7 +18,7 @@ from fixtures.pytest_plugin.servers import FreshServer, Served
 from fixtures.tables.past_examples import HTTPRequest, PastExample, written
 
 pytestmark = pytest.mark.untraced
-CONTEXT = 256
+CONTEXT = 192
 """Long enough for the default of 128 new tokens, so that valid requests are served."""
 EXAMPLES = 8
 """Requests of each kind and seed."""
