@@ -136,6 +136,7 @@ def _expected(problem: DenseProblem) -> Expected:
         rounded = [replace(rows, q=quantize_dequantize(rows.q, 1.0)) for rows in plain]
     asked = rounded if problem.asks_rounded else plain
     new = [_tail(rows, n) for rows, n in zip(plain, case.q_lens, strict=True)]
+    new = new or [_tail(_rows_of_nothing(problem), 0)]
     if problem.attends_new_keys:
         exact = [_exact_rows(problem, i) for i in range(case.bs)]
         rounded, asked = (
@@ -148,13 +149,12 @@ def _expected(problem: DenseProblem) -> Expected:
     oracle = _answer(problem, asked, attend, torch.float64)
     reference = _answer(problem, rounded, attend_plainly, dtype)
     unrounded = oracle if asked is plain else _answer(problem, plain, attend, torch.float64)
-    empty = [_tail(_rows_of_nothing(problem), 0)]
     return Expected(
         oracle=oracle,
         reference=reference,
         unrounded=unrounded,
-        keys=torch.cat([k for k, _ in new or empty], 1).double().cpu(),
-        values=torch.cat([v for _, v in new or empty], 1).double().cpu(),
+        keys=torch.cat([k for k, _ in new], 1).double().cpu(),
+        values=torch.cat([v for _, v in new], 1).double().cpu(),
     )
 
 
