@@ -17,7 +17,6 @@ from harness.graphs.host_syncs import dispatched_read
 from harness.graphs.tape import Tape
 from harness.kernels.torch_ops import operation
 
-
 # Not by custom_op, whose first call imports a compiler for seconds.
 LIBRARY = torch.library.Library("specgate_test_tape", "DEF")
 LIBRARY.define("scaled(Tensor x, Tensor(a!) seen, float factor) -> Tensor")
