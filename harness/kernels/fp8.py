@@ -11,10 +11,10 @@ import torch
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor.float()``, of any dtype on any device."""
-    if tensor.itemsize > 1 or tensor.is_cuda or tensor.shape[-1] % 2:
+    if tensor.itemsize > 1 or tensor.is_cuda or tensor.numel() % 2:
         return tensor.float()
-    looked_up = _pairs(tensor.dtype)[tensor.contiguous().view(torch.uint16).numpy()]
-    return torch.from_numpy(looked_up.view(np.float32))
+    looked_up = _pairs(tensor.dtype)[tensor.flatten().view(torch.uint16).numpy()]
+    return torch.from_numpy(looked_up.view(np.float32)).view(tensor.shape)
 
 
 @cache

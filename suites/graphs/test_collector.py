@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 
@@ -12,14 +14,18 @@ from harness.core.collector import collector_off, importing
 @pytest.mark.parametrize("was_on", [True, False])
 @pytest.mark.parametrize("kept_out_of", [collector_off, importing])
 def test_the_collector_is_off_inside_and_as_it_was_after_an_error(
-    kept_out_of: type, was_on: bool
+    kept_out_of: Callable[[], AbstractContextManager[None]], was_on: bool
 ) -> None:
+    def fail() -> None:
+        with kept_out_of():
+            assert not gc.isenabled()
+            raise ImportError
+
     before = gc.isenabled()
     (gc.enable if was_on else gc.disable)()
     try:
-        with pytest.raises(ImportError), kept_out_of():
-            assert not gc.isenabled()
-            raise ImportError
+        with pytest.raises(ImportError):
+            fail()
         assert gc.isenabled() == was_on
     finally:
         (gc.enable if before else gc.disable)()

@@ -257,7 +257,7 @@ def test_thirty_two_thousand_tokens(kernel: TorchPaged) -> None:
 def test_fp8_is_widened_as_torch_does(dtype: torch.dtype) -> None:
     every = torch.arange(256, dtype=torch.uint8).view(16, 16).T.view(dtype)
     assert not every.is_contiguous()
-    for given in (every, every[:, :7], every[:0]):
+    for given in (every, every[:5, :7], every[:0]):
         torch.testing.assert_close(widened(given), given.float(), rtol=0, atol=0, equal_nan=True)
 
 
