@@ -107,22 +107,42 @@ def expect(
         execution: of the forward.
         device: that computes, in float64 everywhere; the results are on the host.
     """
+    return _expected(_problem(inputs, fed_tokens, numerics, execution, torch.device(device)))
+
+
+def expect_exactly(inputs: TrialInputs, *, fed_tokens: torch.Tensor | None = None) -> Answer:
+    """The oracle's answer of ``expect``, alone: of a kernel that rounds nothing but its cache.
+
+    Args:
+        inputs: weights and requests.
+        fed_tokens: as of ``expect``.
+    """
+    problem = _problem(inputs, fed_tokens, PLAIN, Execution.EAGER, torch.device("cpu"))
+    rows = [_rows(problem, i) for i in range(problem.case.bs)]
+    return _answer(problem, rows, attend, torch.float64)
+
+
+def _problem(
+    inputs: TrialInputs,
+    fed_tokens: torch.Tensor | None,
+    numerics: Numerics,
+    execution: Execution,
+    device: torch.device,
+) -> DenseProblem:
     case, batch, numerics = inputs.case, inputs.tested, numerics.of(inputs.case)
     rounds_query = case.mode in numerics.rounds_query
-    return _expected(
-        DenseProblem(
-            case=case,
-            weights=inputs.weights,
-            history=batch.history,
-            new_tokens=batch.new_tokens,
-            hidden_in=batch.hidden_in,
-            fed_tokens=None if fed_tokens is None else tuple(map(tuple, fed_tokens.tolist())),
-            rounds_query=rounds_query,
-            asks_rounded=rounds_query and case.mode not in numerics.scales_query,
-            rounds_weights=case.mode in numerics.rounds_weights,
-            attends_new_keys=(case.mode, execution) in numerics.attends_new_keys,
-            device=torch.device(device),
-        )
+    return DenseProblem(
+        case=case,
+        weights=inputs.weights,
+        history=batch.history,
+        new_tokens=batch.new_tokens,
+        hidden_in=batch.hidden_in,
+        fed_tokens=None if fed_tokens is None else tuple(map(tuple, fed_tokens.tolist())),
+        rounds_query=rounds_query,
+        asks_rounded=rounds_query and case.mode not in numerics.scales_query,
+        rounds_weights=case.mode in numerics.rounds_weights,
+        attends_new_keys=(case.mode, execution) in numerics.attends_new_keys,
+        device=device,
     )
 
 
