@@ -14,10 +14,11 @@ from ci import sanitize
 from fixtures.plan import trials
 
 
-def test_every_trial_of_the_sample_is_planned() -> None:
+@pytest.mark.parametrize("gpu", [(9, 0), (10, 0), (12, 0)])
+def test_every_trial_of_the_sample_is_planned(gpu: tuple[int, int]) -> None:
     planned = {
         f"{sanitize.CASE_TEST}[{case.id}-{subject.name}-{execution}]"
-        for case, subject, execution in trials()
+        for case, subject, execution in trials(gpu=gpu)
     }
     for check in sanitize.SANITIZER_CHECKS:
         sample = sanitize.trials(check.execution)
