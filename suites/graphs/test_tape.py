@@ -152,6 +152,7 @@ def test_a_library_operation_is_opaque_and_may_mutate_and_read_inside() -> None:
     assert tape.operations == {"specgate_test_tape.scaled.default": 1}
 
 
+@pytest.mark.usefixtures("garbage")
 def test_a_capture_launches_no_kernel_and_its_replay_does() -> None:
     launched: list[float] = []
 
@@ -163,6 +164,7 @@ def test_a_capture_launches_no_kernel_and_its_replay_does() -> None:
     x, tape = torch.tensor([3.0, 4.0]), Tape()
     result = tape.capture(lambda: double(x) + 1)
     assert launched == [], "what CUDA captures, it does not run"
+    assert result.tolist() == [1.0, 1.0], "what was not computed is zeros to what follows"
     x[0] = 5
     tape.replay()
     assert (launched, result.tolist()) == ([5.0], [11.0, 9.0])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fixtures.tables import find
+from harness.core.case import Layout
 from harness.differential import dense, pool_state
 from harness.differential.forward_batches import make_batch, pad_batch
 from harness.differential.inputs import make_trial_inputs
@@ -29,6 +30,37 @@ def test_a_page_is_evicted_as_soon_as_it_is_left_of_the_window(prefix: int, evic
     mapped = [inputs.swa_page_of[page] for page in pages]
     assert mapped[:evicted] == [0] * evicted
     assert 0 not in mapped[evicted:]
+
+
+def pages_of(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    row = find("mha-decode-bs2_ragged")
+    lens = (40, 90, 70)  # 3, 6 and 5 pages of 16
+    case = replace(row, prefix_lens=lens, page_size=16, layout=layout)
+    return make_trial_inputs(case).tested.pages
+
+
+def test_contiguous_pages_of_a_request_follow_one_another() -> None:
+    for own in pages_of(Layout.CONTIGUOUS):
+        assert list(own) == list(range(own[0], own[0] + len(own)))
+
+
+def test_interleaved_pages_of_a_request_have_those_of_others_between() -> None:
+    pages = pages_of(Layout.INTERLEAVED)
+    for j in range(3):
+        assert [own[j] for own in pages] == [3 * j + 1, 3 * j + 2, 3 * j + 3]
+
+
+def test_shuffled_pages_have_no_order() -> None:
+    assert any(list(own) != sorted(own) for own in pages_of(Layout.SHUFFLED))
+
+
+@pytest.mark.parametrize("row", ["mha-decode-bs2_ragged", "mla-decode-bs2_ragged"])
+def test_stale_slots_lie_in_pages_that_nobody_has(row: str) -> None:
+    inputs = make_trial_inputs(find(row))
+    stale = {slot // find(row).page_size for slot in inputs.stale_slots}
+    used = {page for batch in inputs.batches for own in batch.pages for page in own}
+    assert len(stale) >= 3
+    assert not stale & (used | {0}), "page 0 is the padding's"
 
 
 @pytest.mark.parametrize(
