@@ -341,11 +341,12 @@ def test_equivalence_that_was_once_shown_waits_for_the_improvement_to_fade_and_n
     assert found == ("ok", 4), f"{said}, where nothing speaks for an improvement: {found}"
 
 
-def test_equivalence_of_the_last_block_waits_for_nothing():
-    effects = [-0.006] * 8  # a little faster than delta0, which is 0.5 %
+@pytest.mark.parametrize(("effect", "most"), [(-0.006, 100.0), (-0.0052, math.e)])
+def test_equivalence_of_the_last_block_waits_for_nothing(effect, most):
+    effects = [effect] * 8  # a little faster than delta0, which is 0.5 %
     better = wealth([-effect for effect in effects], math.log(1.005), 0.01)
     equivalent = wealth([-effect for effect in effects], -math.log(1.03), 0.01)
-    assert 1.0 < better < 100.0 < equivalent
+    assert 1.0 < better < most <= 100.0 < equivalent
     waiting, ended = (evidence(effects, n_max=most) for most in (9, 8))
     assert (waiting.verdict, waiting.over) == (BenchVerdict.INCONCLUSIVE, False)
     assert (ended.verdict, ended.over) == (BenchVerdict.OK, True), "no further block may come"
