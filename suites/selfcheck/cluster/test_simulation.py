@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ci.cluster import simulation
-from ci.cluster.simulation import MOST, SCENES, SLOTS, Scene, simulate
+from ci.cluster.simulation import MOST, SCENES, SLOTS, Scene, Simulated, simulate
 
 pytestmark = pytest.mark.untraced
 # A thousand machines take seconds: the command simulates those, too.
@@ -38,3 +40,21 @@ def test_the_command_ends_with_1_where_a_scene_is_far_from_its_bound(
     monkeypatch.setattr(simulation, "MOST", most)
     assert simulation.main([]) == code
     assert "÷ bound" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_near"),
+    [
+        ({}, True),
+        ({"makespan_s": 12.6}, False),
+        ({"makespan_s": 9.9}, False),
+        ({"most_held": 4 * SLOTS + 1}, False),
+    ],
+)
+def test_a_scene_is_near_its_bound_and_its_head_holds_two_batches_a_slot(
+    changes: dict[str, Any], is_near: bool
+) -> None:
+    made: dict[str, Any] = {"makespan_s": 12.5, "bound_s": 10.0, "most_held": 4 * SLOTS}
+    scene = Scene(nodes={"sm90": 2}, units={"sm90": 1}, losses_a_day=0.0)
+    found = Simulated(scene=scene, losses=0, most_bytes=0, **(made | changes))
+    assert found.is_near == is_near
