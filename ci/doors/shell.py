@@ -106,16 +106,21 @@ def _attended(process: subprocess.Popen[bytes], row: CommandRow, log: Path) -> s
     deadline = time.monotonic() + row.limit
     told = not row.ready
     try:
-        while process.poll() is None:
+        while not _ended(process, SHELL_POLL_S):
             if not told and row.ready in log.read_text(encoding="utf-8", errors="replace"):
                 told = True
                 os.killpg(process.pid, signal.SIGINT)
             if time.monotonic() > deadline:
                 return f"longer than {row.limit:.0f} s"
-            time.sleep(SHELL_POLL_S)
     finally:
         _stop(process)
     return "" if told else f"never said {row.ready!r}"
+
+
+def _ended(process: subprocess.Popen[bytes], wait_s: float) -> bool:
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(wait_s)
+    return process.returncode is not None
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -28,6 +28,27 @@ from harness.errors import ContractError, UsageError, rejected
 ARMS = "AB"
 
 
+def folder_of_logs(out: Path, resume: bool) -> Path:
+    """The folder of the servers' logs, made; checked before a server starts.
+
+    Raises:
+        UsageError: ``out`` cannot be written, or holds records that are not resumed.
+    """
+    if out.suffix == PACKED:
+        raise UsageError(rejected("out", str(out), "a file that is not packed"))
+    if out.is_file() and not resume:
+        raise UsageError(rejected("out", str(out), "a new file, or --resume"))
+    logs = out.parent / f"{out.stem}-logs"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        accepted = f"a file in a folder that can be made ({error.strerror})"
+        raise UsageError(rejected("out", str(out), accepted)) from error
+    check_writable(out, "out")
+    logs.mkdir(exist_ok=True)
+    return logs
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchRun:
     """A setup with its files and its console.
@@ -61,7 +82,7 @@ class BenchRun:
             ContractError: an arm did not even pass its rehearsal.
         """
         ends = time.monotonic() + self.seconds
-        logs = self._folder_of_logs()
+        logs = folder_of_logs(self.out, self.resume)
         refused = rejected("out", str(self.out), "a file that no other run writes to")
         with alone_in(logs, refused):
             lines = self._begin(logs, ends)
@@ -81,26 +102,6 @@ class BenchRun:
                     seconds=ends - time.monotonic(),
                     side_by_side=self.side_by_side,
                 ).run()
-
-    def _folder_of_logs(self) -> Path:
-        """The folder of the servers' logs, made; checked before a server starts.
-
-        Raises:
-            UsageError: ``out`` cannot be written, or holds records that are not resumed.
-        """
-        if self.out.suffix == PACKED:
-            raise UsageError(rejected("out", str(self.out), "a file that is not packed"))
-        if self.out.is_file() and not self.resume:
-            raise UsageError(rejected("out", str(self.out), "a new file, or --resume"))
-        logs = self.out.parent / f"{self.out.stem}-logs"
-        try:
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            accepted = f"a file in a folder that can be made ({error.strerror})"
-            raise UsageError(rejected("out", str(self.out), accepted)) from error
-        check_writable(self.out, "out")
-        logs.mkdir(exist_ok=True)
-        return logs
 
     def _begin(self, logs: Path, ends: float) -> list[Line]:
         if self.out.exists():

@@ -146,10 +146,12 @@ def ended(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> object:
 def test_bad_input_is_told_in_one_line(
     places: dict[str, str],
     capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
     program: str,
     words: str,
     told: str,
 ) -> None:
+    monkeypatch.setattr(bench, "busy", lambda: pytest.fail("it watches the machine before"))
     before = sorted(Path(places["tmp"]).parent.rglob("*"))
     assert ended(MAINS[program], shlex.split(words.format(**places))) == 2
     [line] = capfd.readouterr().err.splitlines()
