@@ -407,8 +407,13 @@ def test_a_flipped_byte_of_packed_records_is_told_in_one_line(tmp_path):
 def test_a_busy_machine_is_told_before_anything_starts(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench, "raise_priority", lambda: None)  # would outlive the test
     monkeypatch.setattr(bench, "busy", lambda: (BUSY,))
-    packed = tmp_path / "bench.jsonl.gz"  # refused, so that nothing starts
-    assert bench.main(["--a=embedded:", "--sessions=A/A", f"--out={packed}"]) == 2
+
+    def begins(_):
+        raise UsageError("here it begins")
+
+    monkeypatch.setattr(bench, "trials", begins)
+    out = tmp_path / "bench.jsonl"
+    assert bench.main(["--a=embedded:", "--sessions=A/A", f"--out={out}"]) == 2
     said = " ".join(capsys.readouterr().out.split())
     assert said == f"warning: {BUSY}: such blocks are dropped"
 

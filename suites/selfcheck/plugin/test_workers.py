@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import tomllib
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -43,19 +41,6 @@ def test_workers_are_chosen(
     workers.pytest_cmdline_main(config)
     assert (config.option.numprocesses, config.option.dist) == (chosen, spread)
     assert config.option.maxprocesses == 8
-
-
-@pytest.mark.parametrize("is_worker", [True, False])
-def test_workers_begin_with_tests_that_wait(is_worker: bool) -> None:
-    names = [
-        f"suites/{each}.py::test_{each[-1]}"
-        for each in ("contract/a", "selfcheck/b", "selfcheck_not/c", "speculative/d", "server/e")
-    ]
-    items: list[Any] = [SimpleNamespace(nodeid=name) for name in names]
-    config: Any = SimpleNamespace(workerinput={}) if is_worker else SimpleNamespace()
-    workers.pytest_collection_modifyitems(config, items)
-    found = "".join(item.nodeid[-1] for item in items)
-    assert found == ("beacd" if is_worker else "abcde")
 
 
 def test_more_workers_are_had_by_asking(pytester: pytest.Pytester) -> None:
