@@ -11,6 +11,7 @@ from harness.server.http.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerateRequest,
+    SlowDownRequest,
     Strict,
 )
 
@@ -34,6 +35,9 @@ def chat(*roles: str, **more: Any) -> dict[str, Any]:
         (CompletionRequest, {"prompt": "a", "max_tokens": 1}, {"prompt": "a", "max_tokens": 0}),
         (ChatCompletionRequest, chat("system", "developer", "assistant", "user"), chat("tool")),
         (ChatCompletionRequest, chat(*["user"] * 256), chat(*["user"] * 257)),
+        (SlowDownRequest, {"forward_sleep_time": 1.0}, {"forward_sleep_time": 1.01}),
+        (SlowDownRequest, {"forward_sleep_time": 0.0}, {"forward_sleep_time": -0.01}),
+        (SlowDownRequest, {"forward_sleep_time": None}, {}),
         (ChatCompletionRequest, chat("user", max_tokens=1), chat("user", max_tokens=0)),
     ],
 )
