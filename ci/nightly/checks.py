@@ -84,8 +84,10 @@ def packages(extras: Sequence[str], stack: str) -> NightlyCheck:
     wrong = []
     for requirement in wanted:
         name, found = canonicalize_name(requirement.name), installed(requirement) or "none"
-        if found != pins.get(name):
-            wrong.append(f"{name} {pins.get(name, 'unpinned')} is pinned, {found} is installed")
+        if name not in pins:
+            wrong.append(f"{name} {found} is installed, nothing is pinned")
+        elif found != pins[name]:
+            wrong.append(f"{name} {pins[name]} is pinned, {found} is installed")
     said = "; ".join(wrong) or f"{len(wanted)} requirements are installed as pinned for {stack}"
     return NightlyCheck("packages", not wrong, said)
 

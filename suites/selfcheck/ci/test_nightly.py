@@ -190,10 +190,16 @@ def test_property_tests_have_a_budget_on_each_device() -> None:
 
 
 def test_another_backend_is_served_and_benchmarked() -> None:
-    night = plan_of("9.0", backend="triton")
-    assert option(night["server"], "--server-backend") == "triton"
+    night = plan_of("9.0", backend="fa3")  # another than nightly.toml has
+    assert option(night["server"], "--server-backend") == "fa3"
     sides = [bench.arm_of(option(night["bench"], side)) for side in ("--a", "--b")]
-    assert [side.options["backend"] for side in sides] == ["triton", "triton"]
+    assert [side.options["backend"] for side in sides] == ["fa3", "fa3"]
+
+
+def test_a_night_measures_the_newest_release_against_a_pinned_one() -> None:
+    reference, candidate = (CONFIG["bench"][name] for name in ("reference", "candidate"))
+    assert candidate == "sglang"
+    assert reference.startswith("sglang==")
 
 
 def test_the_benchmark_is_told_more_and_the_last_word_wins() -> None:

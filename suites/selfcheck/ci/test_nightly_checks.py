@@ -68,6 +68,18 @@ def test_packages_are_held_to_their_pins(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "torch 2.11.0 is pinned, none is installed" in checks.packages(("gpu",), "gpu").said
 
 
+def test_a_requirement_that_nobody_pinned_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pins = dict(checks.pinned("constraints.txt", "constraints-cpu.txt"))
+    monkeypatch.setattr(checks, "version", lambda name: pins[name])
+    left = [(name, pin) for name, pin in pins.items() if name != "rich"]
+    monkeypatch.setattr(checks, "pinned", lambda *_: left)
+    found = checks.packages(("test",), "cpu")
+    assert (found.holds, found.said) == (
+        False,
+        f"rich {pins['rich']} is installed, nothing is pinned",
+    )
+
+
 def test_other_versions_are_accepted_where_asked_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     found = dict(checks.pinned("constraints.txt", "constraints-gpu.txt")) | {"rich": "99.1"}
     monkeypatch.setattr(checks, "version", lambda name: found[name])
