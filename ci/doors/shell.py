@@ -117,7 +117,8 @@ def _attended(process: subprocess.Popen[bytes], row: CommandRow, log: Path) -> s
     return "" if told else f"never said {row.ready!r}"
 
 
-def _ended(process: subprocess.Popen[bytes], wait_s: float) -> bool:
+def _ended(process: subprocess.Popen[bytes], wait_s: float | None) -> bool:
+    """Whether a process ends within so many seconds, which are waited for; None for any."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(wait_s)
     return process.returncode is not None
@@ -128,8 +129,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     for how, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, how)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(wait_s)
+        _ended(process, wait_s)
 
 
 def _problem(code: int, output: str, row: CommandRow) -> str:

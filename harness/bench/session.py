@@ -28,8 +28,8 @@ from harness.errors import ContractError, UsageError, rejected
 ARMS = "AB"
 
 
-def folder_of_logs(out: Path, resume: bool) -> Path:
-    """The folder of the servers' logs, made; checked before a server starts.
+def check_out(out: Path, resume: bool) -> None:
+    """Check that a run can write its records, before a server starts.
 
     Raises:
         UsageError: ``out`` cannot be written, or holds records that are not resumed.
@@ -38,15 +38,12 @@ def folder_of_logs(out: Path, resume: bool) -> Path:
         raise UsageError(rejected("out", str(out), "a file that is not packed"))
     if out.is_file() and not resume:
         raise UsageError(rejected("out", str(out), "a new file, or --resume"))
-    logs = out.parent / f"{out.stem}-logs"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         accepted = f"a file in a folder that can be made ({error.strerror})"
         raise UsageError(rejected("out", str(out), accepted)) from error
     check_writable(out, "out")
-    logs.mkdir(exist_ok=True)
-    return logs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +79,9 @@ class BenchRun:
             ContractError: an arm did not even pass its rehearsal.
         """
         ends = time.monotonic() + self.seconds
-        logs = folder_of_logs(self.out, self.resume)
+        check_out(self.out, self.resume)
+        logs = self.out.parent / f"{self.out.stem}-logs"
+        logs.mkdir(exist_ok=True)
         refused = rejected("out", str(self.out), "a file that no other run writes to")
         with alone_in(logs, refused):
             lines = self._begin(logs, ends)
