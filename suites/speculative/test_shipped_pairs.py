@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from statistics import mean
 
 import pytest
@@ -20,6 +21,7 @@ from harness.differential.generated_text import judge_text
 from harness.engine.spec_config import SpecVersion
 
 EAGER, V1 = Execution.EAGER, SpecVersion.V1
+FEW, MANY = 8, 32
 OF_A_DRAFT = ("DraftRunner", "DraftExtendRunner")
 SETUPS = {
     setup.id: setup
@@ -30,7 +32,7 @@ SETUPS = {
         Setup(pair=pair, version=V1, execution=EAGER),
         Setup(pair=pair, version=V1),
         Setup(pair=pair, execution=EAGER, page_size=1),
-        Setup(pair=pair, prompts=32),
+        Setup(pair=pair, prompts=MANY),
         Setup(pair=pair, overlap=True, execution=EAGER),
         Setup(pair=pair, overlap=True, max_bs=3),
         Setup(pair=pair, kernel="trtllm_gen", page_size=32),
@@ -45,35 +47,48 @@ SETUPS = {
         Setup(pair="mla", kernel="flash_mla", page_size=64, overlap=True),
     )
 }
-TRIALS = [
-    pytest.param(setup, index, id=f"{setup.id}-prompt{index}")
-    for setup in SETUPS.values()
-    for index in range(setup.prompts)
-]
 # At less, ties part the texts of two right engines.
 FLOAT32 = [setup for setup in SETUPS.values() if setup.dtype is Dtype.FP32 and setup.version]
-each_setup = pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
+# What asks the same engine runs next to it.
+for_each = partial(pytest.mark.parametrize, "setup", ids=lambda setup: setup.id, scope="module")
+each_setup = for_each(SETUPS.values())
 
 
 @pytest.mark.usefixtures("recorded")
-@pytest.mark.parametrize(("setup", "index"), TRIALS)
-def test_text(
-    setup: Setup,
-    index: int,
-    device: torch.device,
-    record_trial: Callable[[Record], None],
-    request: pytest.FixtureRequest,
+@pytest.mark.parametrize("index", range(FEW), ids="prompt{}".format)
+@each_setup
+def test_text(setup: Setup, index: int, judge: Callable[[Setup, int], None]) -> None:
+    judge(setup, index)
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("index", range(FEW, MANY), ids="prompt{}".format)
+@for_each([setup for setup in SETUPS.values() if setup.prompts == MANY])
+def test_text_of_later_requests(
+    setup: Setup, index: int, judge: Callable[[Setup, int], None]
 ) -> None:
+    judge(setup, index)
+
+
+@pytest.fixture
+def judge(
+    device: torch.device, record_trial: Callable[[Record], None], request: pytest.FixtureRequest
+) -> Callable[[Setup, int], None]:
+    """Judges and records a prompt of a setup; red, or refused, where the trial is."""
     command = run_again(f"pytest '{request.node.nodeid}'", request.config)
-    blank = untried(setup, index, device, command)
-    record_trial(blank)
-    if reason := setup.refusal(device):
-        record_trial(replace(blank, verdict=Verdict.REFUSED, message=reason))
-        pytest.skip(reason)
-    record = trial(setup, index, device, blank)
-    record_trial(record)
-    if record.verdict.is_red:
-        pytest.fail(f"{record.message}\nreproduce: {record.reproduce}", pytrace=False)
+
+    def judge_prompt(setup: Setup, index: int) -> None:
+        blank = untried(setup, index, device, command)
+        record_trial(blank)
+        if reason := setup.refusal(device):
+            record_trial(replace(blank, verdict=Verdict.REFUSED, message=reason))
+            pytest.skip(reason)
+        record = trial(setup, index, device, blank)
+        record_trial(record)
+        if record.verdict.is_red:
+            pytest.fail(f"{record.message}\nreproduce: {record.reproduce}", pytrace=False)
+
+    return judge_prompt
 
 
 def untried(setup: Setup, index: int, device: torch.device, reproduce: str) -> Record:
@@ -135,7 +150,7 @@ def test_every_captured_graph_is_replayed(setup: Setup, device: torch.device) ->
     assert rounds >= (shipped.NEW - 1) // (shipped.NUM_DRAFT_TOKENS if setup.version else 1)
 
 
-@pytest.mark.parametrize("setup", FLOAT32, ids=lambda setup: setup.id)
+@for_each(FLOAT32)
 def test_speculation_changes_no_token(setup: Setup, device: torch.device) -> None:
     target_only = shipped.run(Setup(pair=setup.pair, version=None), device).texts
     texts = zip(shipped.run(setup, device).texts[: len(target_only)], target_only, strict=True)
@@ -144,7 +159,7 @@ def test_speculation_changes_no_token(setup: Setup, device: torch.device) -> Non
 
 @pytest.mark.parametrize("pair", FAMILIES)
 def test_drafts_are_worth_it_and_some_are_rejected(pair: str, device: torch.device) -> None:
-    texts = shipped.run(Setup(pair=pair, prompts=32), device).texts
+    texts = shipped.run(Setup(pair=pair, prompts=MANY), device).texts
     lengths = [n for text in texts for n in text.accept_lengths]
     assert mean(lengths) >= 2.0
     assert set(lengths) == {1, 2, 3, 4}
