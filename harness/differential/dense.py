@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -15,6 +15,8 @@ Cast = Callable[[torch.Tensor, Sequence[float]], torch.Tensor]
 """Of rows [L, …], given the scale of each layer."""
 TOKENS_AT_ONCE = 1 << 10
 """Long rows are bound by memory: what lies between two dtypes takes eight times what is kept."""
+SHARED = 1 << 12
+"""Rotations are made of so many positions at once: rows of like lengths share them."""
 
 
 @dataclass(frozen=True)
@@ -56,33 +58,59 @@ def dense_rows(
         tokens: [n] int64.
         positions: [n] int64.
         queries: number of the last tokens that have a query.
-        cast: of each element of keys and values [L, …], given the scale of each layer. What is not
-            rotated is cast before it is looked up: a long row has each of its tokens many times.
+        cast: of each element of keys and values [L, …], given the scale of each layer.
     """
     dtype = getattr(torch, case.dtype)
     last = slice(len(tokens) - queries, None)
     queried, at = tokens[last], positions[last]
+    # Of the longest request, so that all requests and their histories share one table.
+    end = 1 + max((int(positions.max()) if len(positions) else 0, *case.total_lens))
+    rotated = partial(_rotated, dtype=dtype, end=end)
     k_scales, v_scales = zip(*case.kv_scales, strict=True)
     if weights.q_rope is None or weights.k_rope is None:
         assert weights.v is not None
-        q = _rotated(weights.q, queried, at, dtype)
-        k = cast(_rotated(weights.k, tokens, positions, dtype), k_scales)
-        return DenseRows(q, k, cast(weights.v.to(dtype), v_scales).index_select(1, tokens))
-    q_rope = _rotated(weights.q_rope, queried, at, dtype)
-    k_rope = cast(_rotated(weights.k_rope, tokens, positions, dtype), k_scales)
-    q = torch.cat((weights.q.to(dtype).index_select(1, queried), q_rope), -1)
-    k = torch.cat((cast(weights.k.to(dtype), k_scales).index_select(1, tokens), k_rope), -1)
+        q = rotated(weights.q, queried, at)
+        k = cast(rotated(weights.k, tokens, positions), k_scales)
+        v = _looked_up(weights.v, tokens, lambda rows: cast(rows.to(dtype), v_scales))
+        return DenseRows(q, k, v)
+    q_rope = rotated(weights.q_rope, queried, at)
+    k_rope = cast(rotated(weights.k_rope, tokens, positions), k_scales)
+    q = torch.cat((_looked_up(weights.q, queried, lambda rows: rows.to(dtype)), q_rope), -1)
+    k = _looked_up(weights.k, tokens, lambda rows: cast(rows.to(dtype), k_scales))
+    k = torch.cat((k, k_rope), -1)
     return DenseRows(q, k, k[..., : case.kv_lora_rank])
 
 
-def _rotated(
-    table: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype
+def _looked_up(
+    table: torch.Tensor, tokens: torch.Tensor, made: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Neox rotation of rows of a table [L, V, heads, dim] as a complex product in float64."""
+    """What ``made`` makes of each row [L, n, …]: a long row has each of its tokens many times."""
+    if len(tokens) < table.shape[1]:
+        return made(table.index_select(1, tokens))
+    return made(table).index_select(1, tokens)
+
+
+def _rotated(
+    table: torch.Tensor,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    end: int,
+) -> torch.Tensor:
+    """Neox rotation, at positions below ``end``, of rows of a table [L, V, heads, dim].
+
+    It is a complex product in float64.
+    """
+    if len(tokens) < table.shape[1]:
+        table, tokens = (
+            table.index_select(1, tokens),
+            torch.arange(len(tokens), device=table.device),
+        )
     half = table.shape[-1] // 2
     low, high = table.double().split(half, -1)
     plain = torch.complex(low, high)
-    turns = _turns(half, _at_least(positions), table.device)
+    turns = _turns(half, -(-end // SHARED) * SHARED, table.device)
     shape = (table.shape[0], len(tokens), *table.shape[2:])
     rotated = torch.empty(shape, dtype=dtype, device=table.device)
     parts = (tokens.split(TOKENS_AT_ONCE), positions.split(TOKENS_AT_ONCE))
@@ -99,12 +127,6 @@ def _turns(half: int, positions: int, device: torch.device) -> torch.Tensor:
     exponent = torch.arange(half, dtype=torch.float64, device=device) / half
     angle = torch.arange(positions, device=device).double()[:, None] * ROPE_THETA**-exponent
     return torch.polar(torch.ones((), dtype=torch.float64, device=device).expand_as(angle), angle)
-
-
-def _at_least(positions: torch.Tensor) -> int:
-    """A power of two above all positions, so that rows of like lengths share a table."""
-    largest = int(positions.max()) if positions.numel() else 0
-    return 1 << max(largest, TOKENS_AT_ONCE - 1).bit_length()
 
 
 def cast_by_layer(
