@@ -12,6 +12,7 @@ from harness.core.case import Case, Execution
 from harness.subjects import REFERENCE, SUBJECTS, PagedSubject
 
 Planned = list[tuple[Case, PagedSubject]]
+FIELDS = ("kv_dtype", "dtype", "page_size", "num_draft_tokens", "sinks")
 
 
 def planned(wanted: Execution) -> Planned:
@@ -71,7 +72,7 @@ def test_every_row_with_a_graph_is_replayed(replayed: Planned) -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("field", ["kv_dtype", "dtype", "page_size", "num_draft_tokens", "sinks"])
+@pytest.mark.parametrize("field", FIELDS)
 def test_every_kernel_replays_every_value_that_it_serves(field: str, replayed: Planned) -> None:
     known = {(s.name, case.mode, getattr(case, field)) for case, s in replayed}
     missing = {
@@ -82,6 +83,28 @@ def test_every_kernel_replays_every_value_that_it_serves(field: str, replayed: P
         if serves(subject, case, Execution.GRAPH)
     } - known
     assert missing == set()
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_baseline_replays_each_value_of_its_rows(
+    field: str, eager: Planned, replayed: Planned
+) -> None:
+    ran, known = (
+        {
+            (subject.name, case.mode, getattr(case, field))
+            for case, subject in trials
+            if subject.is_baseline and serves(subject, case, Execution.GRAPH)
+        }
+        for trials in (eager, replayed)
+    )
+    assert known == ran
+
+
+def test_a_baseline_replays_new_values_alone(eager: Planned, replayed: Planned) -> None:
+    of = Counter(s.name for case, s in replayed if s.is_baseline and serves(s, case))
+    ran = Counter(s.name for case, s in eager if s.is_baseline and serves(s, case))
+    assert of.keys() == ran.keys()
+    assert of.total() < ran.total() / 2, (of, ran)
 
 
 def test_two_kernels_replay_a_row_by_turns(eager: Planned, replayed: Planned) -> None:
