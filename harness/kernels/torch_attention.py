@@ -82,8 +82,9 @@ def attend(
         spoils = broken.float().permute(0, 2, 1)[..., None]
         # Few are; a mask would walk through all values.
         values[broken.nonzero(as_tuple=True) if readable else broken] = 0
-    values = values.permute(0, 2, 1, 3)
-    keys = keys.permute(0, 2, 3, 1)
+    values = values.transpose(1, 2)
+    # A product would lay them out, too, but element by element, which takes six times as long.
+    keys = keys.transpose(1, 2).contiguous().transpose(2, 3)
     rows = max(1, SCORES_PER_BLOCK // max(1, q.shape[0] * q.shape[2] * keys.shape[3]))
     if rows >= q.shape[1]:
         return _block(q, keys, values, spoils, seen, softmax).contiguous()
