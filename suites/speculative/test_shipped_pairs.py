@@ -21,7 +21,7 @@ from harness.differential.generated_text import judge_text
 from harness.engine.spec_config import SpecVersion
 
 EAGER, V1 = Execution.EAGER, SpecVersion.V1
-FEW, MANY = 8, 32
+FEW, MANY = Setup.prompts, 32
 OF_A_DRAFT = ("DraftRunner", "DraftExtendRunner")
 SETUPS = {
     setup.id: setup
