@@ -5,7 +5,8 @@ Its servers are of the kind that ``--server`` names.
 
 import shlex
 import signal
-from multiprocessing import get_context
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ from fixtures.pytest_plugin.servers import FIRST_S
 from harness.bench.analysis import findings
 from harness.bench.jsonl import read
 from harness.bench.session_records import Role, Session, Trial
+from harness.core.paths import ROOT
 from harness.errors import UsageError
 
 pytestmark = pytest.mark.untraced
@@ -72,15 +74,15 @@ def test_a_benchmark_killed_in_a_trial_leaves_nothing_and_goes_on(
     # One benchmark answers every question, since each start of a server takes seconds.
     monkeypatch.setattr(bench, "raise_priority", lambda: None)  # would outlive the test
     out = tmp_path / "bench.jsonl"
-    # A fork has imported torch already.
-    running = get_context("fork").Process(target=bench.main, args=([*words, f"--out={out}"],))
-    running.start()
-    eventually(lambda: trials(out), within_s=patience_s)
-    left = psutil.Process(running.pid).children(recursive=True)
-    servers = [one for one in left if SERVERS & {*one.cmdline()}]
-    running.kill()  # its next trial has begun
-    running.join()
-    assert running.exitcode == -signal.SIGKILL
+    command = (sys.executable, "-m", "harness", "bench", *words, f"--out={out}")
+    with subprocess.Popen(command, cwd=ROOT) as running:
+        try:
+            eventually(lambda: trials(out), within_s=patience_s)
+            left = psutil.Process(running.pid).children(recursive=True)
+            servers = [one for one in left if SERVERS & {*one.cmdline()}]
+        finally:
+            running.kill()  # its next trial has begun
+    assert running.returncode == -signal.SIGKILL
     assert len(servers) >= 2
     assert psutil.wait_procs(left, timeout=30)[1] == []
     assert out.read_bytes().endswith(b"}\n")
