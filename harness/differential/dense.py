@@ -85,9 +85,15 @@ def _looked_up(
     table: torch.Tensor, tokens: torch.Tensor, made: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
     """What ``made`` makes of each row [L, n, …]: a long row has each of its tokens many times."""
-    if len(tokens) < table.shape[1]:
-        return made(table.index_select(1, tokens))
+    table, tokens = _fewest(table, tokens)
     return made(table).index_select(1, tokens)
+
+
+def _fewest(table: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A table with a row for each token, where they are fewer than its rows, and their rows."""
+    if len(tokens) >= table.shape[1]:
+        return table, tokens
+    return table.index_select(1, tokens), torch.arange(len(tokens), device=table.device)
 
 
 def _rotated(
@@ -102,11 +108,7 @@ def _rotated(
 
     It is a complex product in float64.
     """
-    if len(tokens) < table.shape[1]:
-        table, tokens = (
-            table.index_select(1, tokens),
-            torch.arange(len(tokens), device=table.device),
-        )
+    table, tokens = _fewest(table, tokens)
     half = table.shape[-1] // 2
     low, high = table.double().split(half, -1)
     plain = torch.complex(low, high)
