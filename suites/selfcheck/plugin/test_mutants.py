@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -346,23 +347,73 @@ def test_matrix(recording: Recording, copy: Copy) -> None:
     assert "three" in found["broken"].message
 
 
-def test_a_killer_that_is_red_without_the_mutant_notices_nothing(
-    recording: Recording, copy: Copy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def wrong(recording: Recording) -> Recording:
+    """A recording of a test that was green then, and is red without a mutant."""
     green = {**recording._green, "suites/test_wrong.py::test_wrong": (0.0, 0.0)}
-    recording = Recording(recording._lines.parent, recording._root)
-    monkeypatch.setattr(recording, "_green", green)
+    made = Recording(recording._lines.parent, recording._root)
+    made._green = green
+    return made
+
+
+def test_a_killer_that_is_red_without_the_mutant_notices_nothing(
+    wrong: Recording, copy: Copy
+) -> None:
     killers = {"unseen": "suites/test_wrong.py::test_wrong"}
     told: list[Outcome] = []
-    [ended] = matrix([square("unseen", "original(x)")], [copy], recording, killers, told.append)
+    [ended] = matrix([square("unseen", "original(x)")], [copy], wrong, killers, told.append)
     assert [each.fate for each in told] == [Fate.KILLED, Fate.SURVIVED]
     assert ended == told[-1]
 
 
-def outcome(id_: str, fate: Fate) -> Outcome:
+def outcome(id_: str, fate: Fate, test: str = "suites/t.py::test_t") -> Outcome:
     return Outcome(
-        id=id_, effect=f"{id_} breaks.", fate=fate, test="suites/t.py::test_t", message="m", asked=2, seconds=1.0
-    )  # fmt: skip
+        id=id_, effect=f"{id_} breaks.", fate=fate, test=test, message="m", asked=2, seconds=1.0
+    )
+
+
+def test_what_was_noticed_in_this_source_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "mutants.jsonl"
+    fates = (Fate.KILLED, Fate.SURVIVED, Fate.HUNG, Fate.BROKEN)
+    for row, fate in zip(ROWS[:4], fates, strict=True):
+        Kept(path, ROWS, "this").add(outcome(row.id, fate))
+    expected = [outcome(ROWS[0].id, Fate.KILLED), outcome(ROWS[2].id, Fate.HUNG)]
+    assert Kept(path, ROWS, "this").noticed(ROWS) == expected
+    assert Kept(path, ROWS, "this").noticed(ROWS[1:]) == expected[1:]
+    assert Kept(path, ROWS, "another").noticed(ROWS) == [], "what it says of another source"
+    changed = [replace(row, effect="Something else breaks.") for row in ROWS]
+    assert Kept(path, changed, "this").noticed(changed) == [], "another row may have another fate"
+
+
+def test_an_outcome_that_is_known_is_not_asked_again_but_its_killer_is(
+    wrong: Recording, copy: Copy
+) -> None:
+    rows = (square("rightly", "original(x)"), square("wrongly", "original(x)"))
+    known = [
+        outcome("rightly", Fate.KILLED, "suites/test_three.py::test_three"),
+        outcome("wrongly", Fate.KILLED, "suites/test_wrong.py::test_wrong"),
+    ]
+    told: list[Outcome] = []
+    ended = matrix(rows, [copy], wrong, {}, told.append, known=known)
+    assert [(each.id, each.fate) for each in told] == [("wrongly", Fate.SURVIVED)]
+    assert ended == [known[0], told[0]]
+
+
+def test_resume_goes_on_and_a_run_without_it_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed: list[list[Outcome]] = []
+
+    def judged(*_: object, known: list[Outcome], **__: object) -> list[Outcome]:
+        handed.append([*known])
+        return handed[0]
+
+    monkeypatch.setattr(mutants, "judged", judged)
+    seen = outcome(ROWS[0].id, Fate.KILLED)
+    Kept(tmp_path / "mutants.jsonl", ROWS, mutants.digest(mutants.sources())).add(seen)
+    words = ["--report", str(tmp_path)]
+    assert [main([*words, "--resume"]), main(words)] == [0, 0]
+    assert handed == [[seen], []], "outcomes of this source that specgate mutants goes on with"
 
 
 def test_what_is_missed_is_said_with_its_effect_in_80_columns() -> None:
