@@ -420,6 +420,30 @@ def test_a_floor_that_hides_five_percent_leaves_a_metric_unjudged(level, judged)
     assert all(row.is_judged(level) for row in PHASE_ROWS)
 
 
+ONE_SIGMA = 0.8413
+
+
+@pytest.mark.parametrize(
+    ("noise", "quantile", "expected"),
+    [
+        (simulation.ordinary, 0.5, 0.0005),  # of spikes 4 % are above it, too
+        (simulation.ordinary, 0.99, 0.1 * math.log(4)),
+        (simulation.lognormal, 0.5, 0.03),
+        (simulation.lognormal, ONE_SIGMA, 0.03 * math.e),
+        (simulation.half_cauchy, 0.5, 0.01),
+        (simulation.half_cauchy, 0.75, 0.01 * math.tan(math.pi * 3 / 8)),
+        (simulation.bimodal, 1 / 3, 0.0),
+        (simulation.bimodal, 5 / 6, 0.04),
+        # Of the mean of 16 passes, autocorrelated by 0.7: 4.70 times the variance of independent.
+        (simulation.shared_host, ONE_SIGMA, 0.1 * math.sqrt(4.698 / 16)),
+    ],
+)
+def test_each_noise_has_the_size_that_it_says(noise, quantile, expected):
+    drawn = noise(np.random.default_rng(7), (100_000, 2))
+    assert drawn.shape == (100_000, 2)
+    assert np.quantile(drawn, quantile) == pytest.approx(expected, rel=0.02, abs=2e-4)
+
+
 @pytest.mark.parametrize("name", [n for n in simulation.SCENARIOS if "margin 0" in n])
 def test_false_alarms_are_rare_whatever_the_noise(name):
     found = simulation.simulate(simulation.SCENARIOS[name], 3000).by_verdict

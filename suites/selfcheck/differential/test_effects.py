@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch._C._autograd import DeviceType
 
 from harness.errors import UsageError
 from harness.graphs.cuda import CudaGraph
@@ -115,6 +119,41 @@ def test_a_cuda_graph_without_a_cuda_device_says_so(device: str) -> None:
         return
     with pytest.raises(UsageError, match=f"device = '{device}' .* CUDA device"):
         CudaGraph(device)
+
+
+class Profile(AbstractContextManager["Profile"]):
+    """Of a GPU that ran two kernels."""
+
+    def __init__(self, **_: object) -> None:
+        self.names = ("fill", "decode")
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def events(self) -> list[SimpleNamespace]:
+        return [
+            SimpleNamespace(name=name, device_type=DeviceType.CUDA, id=i)
+            for i, name in enumerate(self.names)
+        ]
+
+
+def test_on_cuda_torch_warns_of_waits_in_the_region_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes, allocated = [1], iter((100, 164, 0, 0))
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    told = {"allocated_bytes.all.allocated": 0}
+    monkeypatch.setattr(
+        torch.cuda, "memory_stats", lambda device: told | dict.fromkeys(told, next(allocated))
+    )
+    with observe("cuda") as effects:
+        assert modes == [1, "warn"]
+    assert modes == [1, "warn", 1]
+    assert (effects.bytes_allocated, effects.operations) == (64, {"fill": 1, "decode": 1})
+    with pytest.raises(ValueError, match="in the region"), observe("cuda"):
+        raise ValueError("in the region")
+    assert modes[-1] == 1, "a region that fails leaves the mode as it was"
 
 
 def test_an_empty_mirror_makes_no_other_empty_tensor_the_hosts() -> None:

@@ -106,6 +106,18 @@ def test_the_message_of_a_red_trial_names_them(
     assert said in record.message
 
 
+def test_one_wrong_query_is_the_only_one() -> None:
+    def of_one_layer(layer, metadata):
+        wrong = other_request(layer, metadata)[1].page_table
+        table = torch.cat((wrong[:1], metadata.page_table[1:]))
+        return layer, replace(metadata, page_table=table) if layer.layer_id else metadata
+
+    broken = replace(MHA, backend=seeing(MHA.backend, of_one_layer))
+    said = keys_read(find("mha-decode-bs2_ragged"), broken, EAGER)
+    assert said.startswith("query 0 of request 0 (position 5, layer 1) read keys none")
+    assert "more like it" not in said
+
+
 def test_a_draft_s_step_is_not_blamed_for_the_one_before() -> None:
     """The state of a step holds half of the one before, which is taken off before it is read."""
     case = find("mha-multi_step_draft-bs2_ragged")
