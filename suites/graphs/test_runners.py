@@ -97,6 +97,18 @@ def test_what_comes_after_the_metadata_comes_before_the_forward() -> None:
     assert found == once * 2, f"{rule}, in warm-up and capture: {found}"
 
 
+def test_a_decode_has_one_token_per_request_unless_told_otherwise() -> None:
+    runner = TargetVerifyRunner(
+        forward=toy_forward,
+        attn_backend=ToyBackend(fill=1),
+        new_graph=Tape,
+        capture_bs=(2,),
+        mode=ForwardMode.DECODE,
+        **toy_pools(),
+    )
+    assert [*runner.token_counts(2)] == [2]
+
+
 def test_growing_and_shrinking_batches_answer_exactly() -> None:
     runner = make()
     for seq_lens in [(5, 9, 7, 3), (6,), (2, 8, 4), (11, 1)]:

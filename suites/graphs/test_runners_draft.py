@@ -19,6 +19,7 @@ from fixtures.toys.toy_graph import (
 from harness.errors import ContractError, UsageError
 from harness.graphs.draft_runner import DraftRunner, draft_input
 from harness.graphs.tape import Tape
+from harness.upstream.allocator import PADDING_ROW, PADDING_SLOT
 from harness.upstream.forward_batch_info import DraftOutput, ForwardBatch
 
 STEPS = 4
@@ -64,6 +65,15 @@ def test_every_step_of_a_padded_draft_has_its_own_cache_slots() -> None:
         "hidden_states": HIDDEN,
     }
     assert all((part == runner.pads[name]).all() for name, part in padding.items())
+
+
+def test_a_padded_request_reads_and_writes_what_is_reserved() -> None:
+    pads = drafter().pads
+    assert {name: pads[name] for name in ("req_pool_indices", "out_cache_loc")} == {
+        "req_pool_indices": PADDING_ROW,
+        "out_cache_loc": PADDING_SLOT,
+    }
+    assert pads["hidden_states"] == pads["topk_p"] == pads["topk_index"] == 0
 
 
 def test_a_draft_in_a_smaller_bucket_packs_its_steps_tightly() -> None:

@@ -19,6 +19,7 @@ from fixtures.toys.toy_graph import (
 from harness.errors import ContractError
 from harness.graphs.draft_extend_runner import BaselineDraftExtendRunner, DraftExtendRunner
 from harness.graphs.tape import Tape
+from harness.upstream.allocator import PADDING_ROW, PADDING_SLOT
 from harness.upstream.forward_batch_info import (
     EagleDraftExtendInput,
     ForwardBatch,
@@ -85,6 +86,26 @@ def check_padding(runner: Any, batch: ForwardBatch) -> None:
     for name, part in padding.items():
         assert part.numel(), name
         assert (part == runner.pads[name]).all(), name
+
+
+@pytest.mark.parametrize(
+    ("mode", "lens"),
+    [
+        (V1, {"seq_lens": 2, "num_accept_tokens": 1, "extend_seq_lens": 1}),
+        (V2, {"seq_lens": WIDTH, "num_accept_tokens": WIDTH}),
+    ],
+)
+def test_a_padded_request_reads_and_writes_what_is_reserved(
+    mode: ForwardMode, lens: dict[str, int]
+) -> None:
+    assert extender(mode).pads == {
+        "req_pool_indices": PADDING_ROW,
+        "out_cache_loc": PADDING_SLOT,
+        "input_ids": 0,
+        "positions": 0,
+        "hidden_states": 0,
+        **lens,
+    }
 
 
 @pytest.mark.parametrize("accepted", [[1, 3, 2], [2, 2, 2], [5, 1, 4]], ids=str)

@@ -23,6 +23,9 @@ from harness.bench.stats.stopping import VERDICT_CODES, Thresholds, decide, path
 from harness.core.argument_types import CommandLine, count
 
 Noise = Callable[[np.random.Generator, tuple[int, ...]], Array]
+NO_MARGIN = Bounds(delta0=0.0, delta1=0.03, n_max=40)
+KERNEL = Bounds(delta0=math.log1p(0.005), delta1=math.log1p(0.03), n_max=16)
+SERVER = Bounds(delta0=math.log1p(0.01), delta1=math.log1p(0.03), n_max=16)
 SECOND_PLACE = 0.02
 DRIFT = 0.002
 PASSES, PASS_SIGMA, PASS_CORRELATION = 32, 0.1, 0.7
@@ -85,29 +88,26 @@ class Shares:
 
 
 def _scenarios() -> tuple[Scenario, ...]:
-    none = Bounds(delta0=0.0, delta1=0.03, n_max=40)
-    kernel = Bounds(delta0=math.log1p(0.005), delta1=math.log1p(0.03), n_max=16)
-    server = Bounds(delta0=math.log1p(0.01), delta1=math.log1p(0.03), n_max=16)
     pairs, quads = Design.PAIRS, Design.QUADS
     adversarial = [
-        Scenario(name=f"A/A, {noise.__name__}, margin 0", noise=noise, design=pairs, bounds=none,
-              second_place=SECOND_PLACE)
+        Scenario(name=f"A/A, {noise.__name__}, margin 0", noise=noise, design=pairs,
+              bounds=NO_MARGIN, second_place=SECOND_PLACE)
         for noise in (lognormal, half_cauchy, bimodal, ordinary)
     ]  # fmt: skip
     plain = [
         Scenario(name=f"{slowdown:.0%} slower, {what}", noise=ordinary, design=design,
               bounds=bounds, slowdown=slowdown)
         for what, design, bounds in (
-            ("pairs, delta0 0.5 %", pairs, kernel),
-            ("quads, delta0 0.5 %", quads, kernel),
-            ("pairs, delta0 1 %", pairs, server),
-            ("quads, delta0 1 %", quads, server),
+            ("pairs, delta0 0.5 %", pairs, KERNEL),
+            ("quads, delta0 0.5 %", quads, KERNEL),
+            ("pairs, delta0 1 %", pairs, SERVER),
+            ("quads, delta0 1 %", quads, SERVER),
         )
         for slowdown in (0.0, 0.01, 0.02, 0.03, 0.05, 0.10)
     ]  # fmt: skip
     shared = [
         Scenario(name=f"{slowdown:.0%} slower, shared host, {design.name.lower()}",
-              noise=shared_host, design=design, bounds=kernel, slowdown=slowdown)
+              noise=shared_host, design=design, bounds=KERNEL, slowdown=slowdown)
         for design in Design
         for slowdown in (0.0, 0.05)
     ]  # fmt: skip

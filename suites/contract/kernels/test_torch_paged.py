@@ -18,6 +18,7 @@ from harness.kernels.interface import DecodeCall
 from harness.kernels.paged_kv import PagedKeys
 from harness.kernels.reference import TorchPaged
 from harness.kernels.torch_attention import Softmax
+from harness.kernels.value_checks import check_cumulative
 
 
 def expected(
@@ -130,6 +131,20 @@ def test_a_query_that_sees_nothing_yields_zeros() -> None:
     obtained = torch_attention.attend(q, keys, keys, position, Softmax(1.0))
     assert not obtained[:, 0].any()
     torch.testing.assert_close(obtained[:, 1], keys[:, 0])
+
+
+def test_where_nobody_has_a_key_every_query_yields_zeros() -> None:
+    keys, values = torch.ones(2, 0, HEADS, 8), torch.ones(2, 0, HEADS, 5)
+    position = torch.full((2, 3), -1)
+    obtained = torch_attention.attend(
+        torch.ones(2, 3, HEADS, 8), keys, values, position, Softmax(1.0)
+    )
+    assert torch.equal(obtained, torch.zeros(2, 3, HEADS, 5))
+
+
+def test_lengths_of_nobody_are_accepted() -> None:
+    nobody = int32()
+    check_cumulative("reference", int32(0), int32(0), nobody, tokens=0, max_q_len=0)
 
 
 def test_a_full_last_page_makes_no_other_page_live() -> None:

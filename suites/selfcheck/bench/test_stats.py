@@ -451,6 +451,17 @@ def test_false_alarms_are_rare_whatever_the_noise(name):
     assert found[BenchVerdict.IMPROVED] <= 0.01
 
 
+@pytest.mark.parametrize(
+    ("named", "percent", "blocks"),
+    [("margin 0", (0.0, 3.045), 40), ("delta0 0.5 %", (0.5, 3.0), 16),
+     ("delta0 1 %", (1.0, 3.0), 16), ("shared host", (0.5, 3.0), 16)],
+)  # fmt: skip
+def test_a_simulated_margin_is_what_its_name_says(named, percent, blocks):
+    found = [scene.bounds for name, scene in simulation.SCENARIOS.items() if named in name]
+    shown = {tuple(round(math.expm1(x) * 100, 3) for x in (b.delta0, b.delta1)) for b in found}
+    assert (shown, {b.n_max for b in found}) == ({percent}, {blocks})
+
+
 def test_sessions_of_a_last_batch_that_is_not_full_count(monkeypatch):
     monkeypatch.setattr(simulation, "SESSIONS_AT_ONCE", 4)
     drawn, real = [], simulation.effects
