@@ -123,6 +123,15 @@ def test_the_cache_is_kept_where_the_caller_saved_it(scene_of: Any) -> None:
     torch.testing.assert_close(obtained, scene.expected(inputs, (3, 3)))
 
 
+@pytest.mark.parametrize("scene_of", [MHAScene, MLAScene])
+def test_the_cache_is_written_unless_the_caller_saved_it(scene_of: Any) -> None:
+    scene = scene_of()
+    batch, inputs = scene.batch(VERIFY, (3, 3)), scene.inputs(6)
+    scene.backend.init_forward_metadata(batch)
+    obtained = scene.backend.forward_extend(layer=scene.layer, batch=batch, **inputs)
+    torch.testing.assert_close(obtained, scene.expected(inputs, (3, 3)))
+
+
 @pytest.mark.parametrize("value", [1e4, -1e4])
 @pytest.mark.parametrize(
     ("scene_of", "pool_of", "capability"),

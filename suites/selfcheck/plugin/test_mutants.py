@@ -248,6 +248,13 @@ def test_a_text_in_a_nested_function_is_of_that_one(tmp_path: Path) -> None:
     assert (site.name, [*site.around]) == ("inner", [3]), told
 
 
+def test_a_text_in_a_signature_is_asked_of_those_who_call_the_function(toy: Path) -> None:
+    text = Text(id="a", effect="", path="harness/toy.py", old="self, by=1", new="self, by=2")
+    site = locate(text, toy)
+    body = TOY.splitlines()[site.lines.start - 1 : site.lines.stop - 1]
+    assert (site.lines, body) == (site.around, ["        return self.size + by"])
+
+
 def names(order: list[str]) -> list[str]:
     return [name.partition("::")[2] for name in order]
 
