@@ -175,3 +175,11 @@ def test_work_on_a_mirror_of_the_host_is_not_counted() -> None:
     assert longest == 6 + 2
     assert len(effects.host_syncs) == 1, "the sum follows from a tensor of the device"
     assert effects.count("add") == 1
+
+
+def test_what_is_made_of_python_data_waits_though_the_host_made_the_data() -> None:
+    mirror, lengths = torch.tensor(3), torch.tensor([3, 5])
+    with observe(host=[mirror]) as effects:
+        lengths.new_tensor([mirror])
+    syncs = [sync.partition(" at ")[0] for sync in effects.host_syncs]
+    assert syncs == ["Tensor.new_tensor"]
