@@ -231,6 +231,7 @@ def test_a_mask_is_planned_where_the_kernel_needs_one(mode: ForwardMode) -> None
     planner = toy_backend(kernel=TorchPaged(XQA))
     mask = plan(planner, mode, [9, 8], 6).packed_mask
     assert (mask is None) == mode.is_decode()
+    planner = toy_backend(kernel=TorchPaged(XQA), num_draft_tokens=2)
     narrow = plan(planner, mode, [9, 8], 4).packed_mask
     assert (narrow is None) == mode.is_decode(), "two queries of a request need a mask already"
     assert plan(toy_backend(), mode, [9, 8], 6).packed_mask is None

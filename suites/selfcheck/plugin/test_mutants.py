@@ -255,6 +255,17 @@ def test_a_text_in_a_signature_is_asked_of_those_who_call_the_function(toy: Path
     assert (site.lines, body) == (site.around, ["        return self.size + by"])
 
 
+def test_of_a_text_the_lines_that_change_are_asked_about(toy: Path) -> None:
+    around = "        pass\n\n\nasync def later():\n    return "
+    text = Text(id="a", effect="", path="harness/toy.py", old=around + "1", new=around + "2")
+    site = locate(text, toy)
+    told = "the lines around a change belong to others, whose tests do not execute it"
+    assert (site.name, TOY.splitlines()[site.lines.start - 1]) == ("later", "    return 1"), told
+    above = "    @property\n    def half"
+    row = Text(id="a", effect="", path="harness/toy.py", old=above, new=above.partition("\n")[2])
+    assert locate(row, toy).name == "half", "a decorator is asked about by those who call below it"
+
+
 def names(order: list[str]) -> list[str]:
     return [name.partition("::")[2] for name in order]
 
